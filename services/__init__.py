@@ -1,0 +1,1 @@
+"""pdserve: disaggregated prefill/decode serving. One room per folder; see README.md."""

@@ -1,0 +1,1 @@
+"""What a worker computes with: decisions in plain Python, computation in tensors."""

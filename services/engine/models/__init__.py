@@ -1,0 +1,1 @@
+"""Models behind one interface: `general` runs what `transformers` can, through its attention interface."""

@@ -1,0 +1,75 @@
+"""Weights: from a folder to a model that can be run, and the fingerprints by which workers recognise the same model."""
+
+import logging
+from pathlib import Path
+from typing import Literal
+
+import torch
+import transformers
+
+from services.engine.models.general import GeneralModel
+from services.engine.models.interface import DecoderModel, UnsupportedModelError
+from services.engine.models.lean import LeanModel
+from services.runtime.model_store import resolve, tokenizer_fingerprint, weights_fingerprint
+
+__all__ = ["choose_dtype", "load_model", "tokenizer_fingerprint", "weights_fingerprint"]
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def choose_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
+    """Return the type for `auto`, `float32` or `bfloat16`: `auto` is bfloat16 where the device multiplies it natively.
+
+    Raises ValueError for other names.
+    """
+    if name != "auto":
+        if name not in DTYPES:
+            raise ValueError(f"unknown dtype {name!r}: not auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
+    if torch.device(device).type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return torch.bfloat16 if _cpu_multiplies_bf16() else torch.float32
+
+
+def load_model(
+    name: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | str = "cpu",
+    path: Literal["auto", "lean", "general"] = "auto",
+) -> DecoderModel:
+    """Return the model of a folder, alias or Hugging Face id, ready to run on `device`.
+
+    Only safetensors are read. Raises ModelStoreError where there is no such model, UnsupportedModelError (naming it)
+    where it cannot be served.
+    """
+    folder = resolve(str(name))
+    wanted = choose_dtype(dtype, device) if isinstance(dtype, str) else dtype
+    if path != "general" and wanted == torch.float32 and torch.device(device).type == "cpu":
+        stored = _read(folder, "auto")
+        try:
+            return LeanModel(stored)
+        except UnsupportedModelError as error:
+            if path == "lean":
+                raise
+            log.info("general path: %s", error)
+    elif path == "lean":
+        raise UnsupportedModelError(f"{name}: the lean path computes in float32 on the CPU")
+    return GeneralModel(_read(folder, wanted).to(device))
+
+
+def _read(folder: Path, dtype: torch.dtype | str) -> transformers.PreTrainedModel:
+    transformers.utils.logging.disable_progress_bar()
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, local_files_only=True, attn_implementation="eager"
+    )
+    return model
+
+
+def _cpu_multiplies_bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return bool({"avx512_bf16", "amx_bf16", "bf16"}.intersection(flags))

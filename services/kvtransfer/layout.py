@@ -1,0 +1,40 @@
+"""What two workers compare before a byte moves between their KV pools."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+
+CHECKSUM_XXH3_64 = "xxh3_64"  # of each block's bytes, taken in host memory
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The meaning of a block's bytes. Two pools with equal layouts may exchange blocks as they are.
+
+    A block is one contiguous range `[num_layers, 2, num_kv_heads, block_size, head_dim]` of `block_bytes` bytes.
+    """
+
+    dtype: str
+    block_size: int  # token slots
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_bytes: int
+    checksum: str = CHECKSUM_XXH3_64
+    weights_fingerprint: str = ""
+    tokenizer_fingerprint: str = ""
+    quantization: str = "none"
+
+    def mismatch(self, other: KVLayout) -> str | None:
+        """The first field in which `other` differs, with both values; None where blocks may be exchanged."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine != theirs:
+                return f"{field.name}: {mine} here, {theirs} there"
+        return None
+
+    def fingerprint(self) -> str:
+        """32 hex digits, equal exactly where `mismatch` is None."""
+        text = "\n".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,1 @@
+"""What processes say to one another: NATS subjects and bus, gRPC channels and servers, generated messages."""

@@ -1,0 +1,75 @@
+"""The tiny model in every mode: borders of blocks and chunks, one token, preemption, eviction, sampling."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.e2e import reference
+from tests.e2e.conftest import TINY, options_for
+from tests.e2e.house import LEASE_MARGIN_S, SMALL, House, house
+
+pytestmark = [pytest.mark.e2e]
+
+BORDERS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)  # blocks of 16, chunks of 64
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
+    chooser = random.Random(seed)
+    return [[chooser.randrange(256) for _ in range(length)] for length in lengths]
+
+
+def check(served: House, prompts: list[list[int]], num_new: int) -> None:
+    expected = reference.here(TINY, prompts, num_new)
+    answers = served.complete_all(prompts, num_new)
+    assert reference.assert_identical(TINY, prompts, [answer.token_ids for answer in answers], expected) == 0
+
+
+def test_borders(tiny_house: House, mode: str) -> None:
+    check(tiny_house, random_prompts(BORDERS, seed=1), 20)
+    if mode != "colocated":
+        assert tiny_house.total("decode", "pdserve_worker_prompt_tokens_computed") == 0
+        assert tiny_house.total("decode", "pdserve_decode_handoffs_total", outcome="joined") >= len(BORDERS)
+    tiny_house.assert_books_close(LEASE_MARGIN_S)
+
+
+def test_one_token(tiny_house: House, mode: str) -> None:
+    prompts = random_prompts((1, 16, 40), seed=2)
+    expected = reference.here(TINY, prompts, 1)
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        answer = tiny_house.complete(prompt, 1)
+        assert (answer.token_ids, answer.finish_reason) == (wanted, "length")
+        assert answer.usage["completion_tokens"] == 1
+    if mode != "colocated":
+        assert tiny_house.total("decode", "pdserve_decode_handoffs_total", outcome="finished_at_prefill") == 3
+    tiny_house.assert_books_close(LEASE_MARGIN_S)
+
+
+def test_eviction(tiny_house: House) -> None:
+    """Twice the pool's blocks go through it; what was evicted is computed again, and right."""
+    prompts = random_prompts((300,) * 7, seed=3)
+    for _ in range(2):
+        check(tiny_house, prompts, 8)
+    assert tiny_house.total("decode", "pdserve_worker_evictions") > 0
+    tiny_house.assert_books_close(LEASE_MARGIN_S)
+
+
+def test_seeded_sampling_does_not_depend_on_the_company(tiny_house: House) -> None:
+    prompts = random_prompts((20, 30, 40), seed=4)
+    alone = [tiny_house.complete(p, 16, temperature=1.0, seed=i).token_ids for i, p in enumerate(prompts)]
+    many = [p for p in prompts for _ in range(3)]
+    assert tiny_house.complete_all(many, 4, temperature=0.7, seed=9)[0].token_ids
+    again = [tiny_house.complete(p, 16, temperature=1.0, seed=i).token_ids for i, p in enumerate(prompts)]
+    assert again == alone
+    assert alone[0] != tiny_house.complete(prompts[0], 16, temperature=1.0, seed=99).token_ids
+
+
+def test_preemption(mode: str) -> None:
+    """Eight sequences that want 13 blocks each in the end, in a pool of 40."""
+    prompts = random_prompts((40,) * 8, seed=5)
+    env = {"*": SMALL, "decode": {"PDSERVE_NUM_BLOCKS": "40", "PDSERVE_MAX_INBOUND_SHARE": "0.9"}}
+    with house(TINY, env=env, **options_for(mode)) as small:
+        check(small, prompts, 160)
+        assert small.total("decode", "pdserve_worker_preemptions") > 0
+        small.assert_books_close(LEASE_MARGIN_S)
