@@ -73,7 +73,7 @@ def resolve(name: str, report: Report | None = None) -> Path:
     if name in ALIASES:
         return _made_once(name, ALIASES[name], report)
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelStoreError(f"{folder} is not a model folder: it has no config.json")
         return folder.resolve()
