@@ -73,7 +73,9 @@ def run_engine(model: DecoderModel, prompts: Prompts, num_new_tokens: int) -> tu
     while engine.has_work():
         engine.step()
     ended_s = time.perf_counter()
-    return speeds(batch, num_new_tokens, started_s, prefilled_s, ended_s), [seq.output_token_ids for seq in sequences]
+    return speeds((batch, NUM_PROMPT_TOKENS), num_new_tokens, started_s, prefilled_s, ended_s), [
+        seq.output_token_ids for seq in sequences
+    ]
 
 
 class _Clock(transformers.StoppingCriteria):  # type: ignore[misc]
@@ -100,13 +102,14 @@ def run_generate(model: Any, prompts: Prompts, num_new_tokens: int) -> tuple[Spe
         stopping_criteria=[clock],
     )
     ended_s = time.perf_counter()
-    measured = speeds(len(prompts), num_new_tokens, started_s, clock.times_s[0], ended_s)
-    return measured, output[:, NUM_PROMPT_TOKENS:].tolist()
+    measured = speeds(ids.shape, num_new_tokens, started_s, clock.times_s[0], ended_s)
+    return measured, output[:, ids.shape[1] :].tolist()
 
 
-def speeds(batch: int, num_new_tokens: int, started_s: float, prefilled_s: float, ended_s: float) -> Speeds:
-    """Tokens/s of both phases."""
-    prefill = batch * NUM_PROMPT_TOKENS / (prefilled_s - started_s)
+def speeds(shape: tuple[int, int], num_new_tokens: int, started_s: float, prefilled_s: float, ended_s: float) -> Speeds:
+    """Tokens/s of both phases for prompts of `shape` (batch, tokens)."""
+    batch, num_prompt_tokens = shape
+    prefill = batch * num_prompt_tokens / (prefilled_s - started_s)
     return {"prefill": prefill, "decode": batch * (num_new_tokens - 1) / (ended_s - prefilled_s)}
 
 
@@ -117,7 +120,7 @@ def measure(engine_model: DecoderModel, peers: Mapping[str, Any], sizes: Sizes, 
         trials = {}
         for name, peer in peers.items():
             report.progress(f"batch {batch}: a trial of {name}")
-            trials[name] = run_generate(peer, make_prompts(batch, -2)[: min(batch, 8)], 3)[0]
+            trials[name] = run_generate(peer, [prompt[:32] for prompt in make_prompts(min(batch, 8), -2)], 3)[0]
         kept = [
             name
             for name in peers

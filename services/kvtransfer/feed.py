@@ -40,14 +40,20 @@ Follower = Callable[[Progress], None]
 
 @dataclass(slots=True)
 class _Handoff:
-    """`num_tokens` is 0 while nobody has opened it: then followers only wait."""
+    """`num_tokens` is 0 while nobody has opened it: then followers only wait, and where it is `expected`, unbounded."""
 
     num_tokens: int = 0
+    expected: bool = False
     num_blocks: int = 0
     blocks: list[ReadyBlock] = field(default_factory=list)
     first_token: FirstToken | None = None
     failed: str = ""
     followers: list[Follower] = field(default_factory=list)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether only followers have spoken of it."""
+        return self.num_tokens == 0 and not self.expected and not self.failed
 
 
 class OfferFeed:
@@ -55,6 +61,10 @@ class OfferFeed:
 
     def __init__(self) -> None:
         self._handoffs: dict[str, _Handoff] = {}
+
+    def expected(self, handoff_id: str) -> None:
+        """The prompt waits for its turn here: followers wait with it, however long the queue."""
+        self._handoffs.setdefault(handoff_id, _Handoff()).expected = True
 
     def opened(self, handoff_id: str, num_tokens: int, num_blocks: int) -> None:
         """The handoff exists; those who waited for it are told."""
@@ -109,13 +119,13 @@ class OfferFeed:
 
     def _give_up(self, handoff_id: str, follower: Follower) -> None:
         handoff = self._handoffs.get(handoff_id)
-        if handoff is not None and handoff.num_tokens == 0 and not handoff.failed and follower in handoff.followers:
+        if handoff is not None and handoff.is_unknown and follower in handoff.followers:
             handoff.followers.remove(follower)
             follower(Progress(handoff_id, HandoffState.UNKNOWN, "the holder never heard of it"))
             self._drop_unknown(handoff_id, handoff)
 
     def _drop_unknown(self, handoff_id: str, handoff: _Handoff) -> None:
-        if handoff.num_tokens == 0 and not handoff.failed and not handoff.followers:
+        if handoff.is_unknown and not handoff.followers:
             self._handoffs.pop(handoff_id, None)
 
     def _tell(self, handoff_id: str, handoff: _Handoff, state: HandoffState, blocks: tuple[ReadyBlock, ...]) -> None:

@@ -2,6 +2,7 @@
 
 The life of an offer, all calls on the engine thread:
 
+0. `expect` when the prompt arrives and must wait for its turn: whoever follows the handoff waits with it;
 1. `open` when the blocks of the whole prompt are reserved: a lease begins. False: it was cancelled before it came;
 2. `progress` as chunks finish: full blocks become readable, after the transfer thread has taken their checksums;
 3. `complete` with the first token, when the last chunk is done (or `fail`);
@@ -53,6 +54,10 @@ class Offers:
         self._loop = loop
         self._clock = clock
         self._offers: dict[str, _Offer] = {}
+
+    def expect(self, handoff_id: str) -> None:
+        """The prompt has arrived; `open` or `fail` comes."""
+        self._tell(self._feed.expected, handoff_id)
 
     def open(self, handoff_id: str, num_tokens: int, block_ids: Sequence[int]) -> bool:
         """Leases the blocks that will hold `num_tokens` of KV. False where the handoff is over already: do not begin.

@@ -117,6 +117,7 @@ class PrefillLife:
 
     def _arrive(self, attempt: Attempt, seq: Sequence) -> None:
         self._attempts[seq.sequence_id] = attempt
+        self._offers.expect(seq.sequence_id)
         try:
             self._scheduler.add(seq)
         except (NeverFits, ValueError) as error:

@@ -26,6 +26,7 @@ class FencedError(Exception):
 class _Live:
     attempt: Attempt
     renewed_s: float
+    swept: bool = False
 
 
 class AttemptBook:
@@ -102,14 +103,17 @@ class AttemptBook:
         self._bury(handoff_id)
 
     def sweep(self) -> list[Attempt]:
-        """The attempts whose gateway fell silent, for release; forgets old tombstones."""
+        """The attempts whose gateway fell silent, each once, for release; forgets old tombstones."""
         now = self._clock()
         for book in (self._over, self._past):
             while book and next(iter(book.values())) < now:
                 book.popitem(last=False)
         while self._highest and next(iter(self._highest.values()))[1] < now:
             self._highest.popitem(last=False)
-        return [live.attempt for live in self._live.values() if now - live.renewed_s > self._renewal_s]
+        silent = [live for live in self._live.values() if now - live.renewed_s > self._renewal_s and not live.swept]
+        for live in silent:
+            live.swept = True
+        return [live.attempt for live in silent]
 
     def _bury(self, handoff_id: str) -> None:
         self._over[handoff_id] = self._clock() + TOMBSTONE_S

@@ -195,6 +195,19 @@ def test_an_unknown_handoff_may_stay_so_only_for_a_while() -> None:
     with_pair(scenario, limits=ConnectorLimits(link=LinkLimits(unknown_s=0.2)))
 
 
+def test_a_handoff_whose_prompt_is_queued_is_waited_for() -> None:
+    async def scenario(holder: Worker, puller: Worker, fabric: FakeFabric) -> None:
+        holder.offers.expect("h")
+        puller.fetches.begin("h", holder.ref)
+        await asyncio.sleep(0.6)  # three times as long as an unknown one
+        assert holder.offers.open("h", 16, [0]) is True
+        holder.offers.progress("h", 16)
+        ready = await puller.message(HandoffReady)
+        assert (ready.handoff_id, ready.num_tokens, ready.num_blocks) == ("h", 16, 1)
+
+    with_pair(scenario, limits=ConnectorLimits(link=LinkLimits(unknown_s=0.2)))
+
+
 def test_leases_live_by_renewals_and_end_without() -> None:
     """The puller would renew every second; the holder's leases are half as long, and it adapts."""
     limits = ConnectorLimits(lease_s=0.5)

@@ -1,8 +1,8 @@
 // Causal attention over a paged cache, one tile of query rows and one KV head at a time.
 //
-// A tile is some consecutive tokens of one sequence times the query heads that share a KV head. The context is walked in chunks that
-// begin at multiples of CHUNK, with an online softmax (Milakov and Gimelshein, arXiv 1805.02867), so that a row's result does not
-// depend on which tile or batch it is computed in. Slots at or past the end of a sequence are never read.
+// A tile is some consecutive tokens of one sequence times the query heads that share a KV head. The context is walked in
+// chunks that begin at multiples of CHUNK, with an online softmax (Milakov and Gimelshein, arXiv 1805.02867), so that a
+// row's result does not depend on which tile or batch it is computed in. Slots past the end of a sequence are never read.
 #pragma once
 
 #include <cmath>
@@ -81,8 +81,8 @@ inline float soften(float* scores, int64_t seen_from, int64_t seen_to, float sof
   return decay;
 }
 
-// Query rows of `num_tokens` tokens from position `first` on, of the heads that share `kv_head`. `query` and `out` point at the first
-// token's first head.
+// Query rows of `num_tokens` tokens from position `first` on, of the heads that share `kv_head`. `query` and `out` point at
+// the first token's first head.
 template <class KV>
 void attend_tile(const AttentionStep& step, const KV* layer, const int32_t* table, int64_t kv_head, int64_t first,
                  int64_t num_tokens, const float* query, int64_t query_stride, float* out, int64_t out_stride,
@@ -101,14 +101,17 @@ void attend_tile(const AttentionStep& step, const KV* layer, const int32_t* tabl
   const int64_t end = first + num_tokens;  // of the context that the tile's last token sees
   const int64_t begin = step.window ? std::max<int64_t>(0, first - step.window + 1) / CHUNK * CHUNK : 0;
   float* scores = scratch.scores.data();
+  const auto block_of = [&](int64_t position) {
+    return layer + table[position / step.block_size] * step.block_stride + kv_head * step.head_stride;
+  };
   for (int64_t at = begin; at < end; at += CHUNK) {
     const int64_t count = std::min<int64_t>(CHUNK, end - at);
     for (int64_t j = 0; j < count;) {  // block by block
       const int64_t slot = (at + j) % step.block_size, run = std::min(step.block_size - slot, count - j);
-      const KV* k = layer + table[(at + j) / step.block_size] * step.block_stride + kv_head * step.head_stride + slot * dim;
-      const bool more = at + j + run < end;
-      const KV* next = more ? layer + table[(at + j + run) / step.block_size] * step.block_stride + kv_head * step.head_stride : k;
-      for (int64_t i = 0; i < run * dim; i += 64 / int64_t(sizeof(KV))) {  // blocks lie apart: the hardware does not see them coming
+      const KV* k = block_of(at + j) + slot * dim;
+      const KV* next = at + j + run < end ? block_of(at + j + run) : k;
+      // blocks lie apart, and the hardware does not see them coming
+      for (int64_t i = 0; i < run * dim; i += 64 / int64_t(sizeof(KV))) {
         __builtin_prefetch(k + step.value_offset + i, 0, 2);
         __builtin_prefetch(next + i, 0, 2);
       }
@@ -116,26 +119,27 @@ void attend_tile(const AttentionStep& step, const KV* layer, const int32_t* tabl
       j += run;
     }
     const int64_t columns = (count + PANEL - 1) / PANEL * PANEL;  // the rest of `keys` is stale but finite, and not seen
-    for (int64_t r = 0; r < rows; r += TILE_ROWS)
+    each_tile(rows, [&](int64_t r, int tile) {
       for (int64_t n = 0; n < columns; n += PANEL)
-        micro_rows<1>(int(std::min<int64_t>(TILE_ROWS, rows - r)), scratch.query.data() + r * dim, dim, scratch.keys.data() + n,
-                      CHUNK, 0, dim, scores + r * CHUNK + n, CHUNK, false);
+        micro_rows<1>(tile, scratch.query.data() + r * dim, dim, scratch.keys.data() + n, CHUNK, 0, dim,
+                      scores + r * CHUNK + n, CHUNK, false);
+    });
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t position = first + r / group;
       const int64_t seen_to = std::clamp<int64_t>(position + 1 - at, 0, CHUNK);
       const int64_t seen_from = step.window ? std::clamp<int64_t>(position + 1 - step.window - at, 0, seen_to) : 0;
-      const float decay = soften(scores + r * CHUNK, seen_from, seen_to, step.softcap, scratch.peak[r], scratch.weight[r]);
+      float *row = scores + r * CHUNK, *sums = &scratch.out[r * dim];
+      const float decay = soften(row, seen_from, seen_to, step.softcap, scratch.peak[r], scratch.weight[r]);
       if (decay != 1.0f)
-        for (int64_t d = 0; d < dim; d += LANES) store(&scratch.out[r * dim + d], load(&scratch.out[r * dim + d]) * decay);
+        for (int64_t d = 0; d < dim; d += LANES) store(sums + d, load(sums + d) * decay);
     }
     for (int64_t j = 0; j < count;) {
       const int64_t slot = (at + j) % step.block_size, run = std::min(step.block_size - slot, count - j);
-      const KV* v = layer + table[(at + j) / step.block_size] * step.block_stride + step.value_offset +
-                    kv_head * step.head_stride + slot * dim;
-      for (int64_t r = 0; r < rows; r += TILE_ROWS)
+      const KV* v = block_of(at + j) + step.value_offset + slot * dim;
+      each_tile(rows, [&](int64_t r, int tile) {
         for (int64_t d = 0; d < dim; d += PANEL)
-          micro_rows<1>(int(std::min<int64_t>(TILE_ROWS, rows - r)), scores + r * CHUNK + j, CHUNK, v + d, dim, 0, run,
-                        &scratch.out[r * dim + d], dim, true);
+          micro_rows<1>(tile, scores + r * CHUNK + j, CHUNK, v + d, dim, 0, run, &scratch.out[r * dim + d], dim, true);
+      });
       j += run;
     }
   }

@@ -1,11 +1,12 @@
-// A whole step of a Llama-shaped decoder in one parallel region, and paged attention by itself. C interface, called through ctypes.
+// A whole step of a Llama-shaped decoder in one parallel region, and paged attention by itself; called through ctypes.
 //
 // 1. Embed: each token's row of the table.
-// 2. Per layer: norm; queries, keys and values; head norms, rotation and the write of keys and values; attention; output
-//    projection onto the residual; norm; gate and up with SiLU; down projection onto the residual.
+// 2. Per layer: norm; queries, keys and values; head norms, rotation and the write of keys and values; attention;
+//    output projection onto the residual; norm; gate and up with SiLU; down projection onto the residual.
 // 3. Of the sampled rows: norm, and the head's logits.
 //
-// Threads share each phase (rows, weight panels, or attention tiles) and meet at its end. OpenMP is whichever runtime the process has.
+// Threads share each phase (rows, weight panels, or attention tiles) and meet at its end. OpenMP is whichever runtime the
+// process has.
 
 #include <omp.h>
 
@@ -120,7 +121,8 @@ struct Decoder {
 #pragma omp barrier
     }
     for (Share share(step.num_samples); share.first < share.last; ++share.first)
-      norm_row(x + step.sample_rows[share.first] * hidden, weights.norm, hidden, shape.eps, normed + share.first * hidden);
+      norm_row(x + step.sample_rows[share.first] * hidden, weights.norm, hidden, shape.eps,
+               normed + share.first * hidden);
 #pragma omp barrier
     const Share panels(shape.vocab / PANEL);
     gemm(normed, hidden, step.num_samples, packed(weights.head), hidden, panels.first, panels.last,
@@ -166,7 +168,8 @@ struct Decoder {
       float* block = layer.kv + slot / shape.block_size * step.kv_block_stride + slot % shape.block_size * dim;
       for (int64_t h = 0; h < kv_heads; ++h) {
         std::memcpy(block + h * step.kv_head_stride, row + (heads + h) * dim, dim * 4);
-        std::memcpy(block + step.kv_value_offset + h * step.kv_head_stride, row + (heads + kv_heads + h) * dim, dim * 4);
+        std::memcpy(block + step.kv_value_offset + h * step.kv_head_stride, row + (heads + kv_heads + h) * dim,
+                    dim * 4);
       }
     }
   }
@@ -226,10 +229,11 @@ void paged_attention(const AttentionStep* step, const void* layer, int layer_is_
       const int32_t* table = step->block_tables + tile[0] * step->table_stride;
       const float* from = query + tile[1] * stride;
       float* to = out + tile[1] * stride;
-      if (layer_is_bf16)
-        attend_tile(*step, static_cast<const Bf16*>(layer), table, kv_head, first_positions[t], tile[2], from, stride, to, stride, scratch);
-      else
-        attend_tile(*step, static_cast<const float*>(layer), table, kv_head, first_positions[t], tile[2], from, stride, to, stride, scratch);
+      const auto attend = [&](auto* typed) {
+        attend_tile(*step, typed, table, kv_head, first_positions[t], tile[2], from, stride, to, stride, scratch);
+      };
+      if (layer_is_bf16) attend(static_cast<const Bf16*>(layer));
+      else attend(static_cast<const float*>(layer));
     }
   }
 }

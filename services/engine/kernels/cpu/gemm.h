@@ -1,8 +1,8 @@
 // Products of float rows with packed weights: c[m][n] = sum over k of a[m][k] * w[n][k].
 //
-// Weights lie in panels of PANEL output columns: w[panel][k][PANEL], in float or bfloat16; arithmetic is float. Every element of c
-// is one chain of fused multiply-adds in the order of k, whatever the number of rows and however they are tiled: so a row's
-// result does not depend on its neighbours, to the last bit.
+// Weights lie in panels of PANEL output columns: w[panel][k][PANEL], in float or bfloat16; arithmetic is float. Every
+// element of c is one chain of fused multiply-adds in the order of k, whatever the number of rows and however they are
+// tiled: so a row's result does not depend on its neighbours, to the last bit.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,8 @@ constexpr int BLOCK_ROWS = 96;   // rows of a that stay in the second-level cach
 constexpr int BLOCK_DEPTH = 512; // a widened panel of this depth stays in the nearest caches
 
 // c[m][p * PANEL ...] (+)= a[m][0..depth) * b for ROWS rows and PANELS panels. Rows of b are `b_stride` apart, its panels
-// `panel_stride`, and what lies `ahead` of them is fetched meanwhile. Not inlined: in a caller the compiler runs out of registers.
+// `panel_stride`, and what lies `ahead` of them is fetched meanwhile. Not inlined: in a caller the compiler runs out of
+// registers.
 template <int ROWS, int PANELS, class W>
 __attribute__((noinline)) void micro(const float* a, int64_t a_stride, const W* b, int64_t b_stride, int64_t panel_stride,
                                      int64_t depth, float* c, int64_t c_stride, bool accumulate, int64_t ahead = 0) {
@@ -45,17 +46,22 @@ __attribute__((noinline)) void micro(const float* a, int64_t a_stride, const W* 
 template <int PANELS, class W>
 inline void micro_rows(int rows, const float* a, int64_t a_stride, const W* b, int64_t b_stride, int64_t panel_stride,
                        int64_t depth, float* c, int64_t c_stride, bool accumulate, int64_t ahead = 0) {
+  const auto call = [&](auto rows_constant) {
+    micro<decltype(rows_constant)::value, PANELS>(a, a_stride, b, b_stride, panel_stride, depth, c, c_stride, accumulate,
+                                                  ahead);
+  };
   switch (rows) {
-    case 1: return micro<1, PANELS>(a, a_stride, b, b_stride, panel_stride, depth, c, c_stride, accumulate, ahead);
-    case 2: return micro<2, PANELS>(a, a_stride, b, b_stride, panel_stride, depth, c, c_stride, accumulate, ahead);
-    case 3: return micro<3, PANELS>(a, a_stride, b, b_stride, panel_stride, depth, c, c_stride, accumulate, ahead);
-    case 4: return micro<4, PANELS>(a, a_stride, b, b_stride, panel_stride, depth, c, c_stride, accumulate, ahead);
-    case 5: return micro<5, PANELS>(a, a_stride, b, b_stride, panel_stride, depth, c, c_stride, accumulate, ahead);
-    default: return micro<6, PANELS>(a, a_stride, b, b_stride, panel_stride, depth, c, c_stride, accumulate, ahead);
+    case 1: return call(std::integral_constant<int, 1>());
+    case 2: return call(std::integral_constant<int, 2>());
+    case 3: return call(std::integral_constant<int, 3>());
+    case 4: return call(std::integral_constant<int, 4>());
+    case 5: return call(std::integral_constant<int, 5>());
+    default: return call(std::integral_constant<int, TILE_ROWS>());
   }
 }
 
-// Calls `f(first, count)` for tiles of at most TILE_ROWS rows, as even as they can be: a short last tile would starve the FMA units.
+// Calls `f(first, count)` for tiles of at most TILE_ROWS rows, as even as they can be: a short last tile would starve the
+// FMA units.
 template <class F>
 inline void each_tile(int64_t rows, F f) {
   const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -69,10 +75,12 @@ void gemm_few(const float* a, int64_t a_stride, int64_t rows, const W* weights, 
   const int64_t panel_size = depth * PANEL;
   alignas(64) float c[FEW_ROWS * PANEL];
   int64_t panel = first;
-  const auto grouped = [&](auto rows_constant, auto panels_constant) {  // enough accumulators to hide the latency of an FMA
+  // several panels at once where rows are few: enough accumulators to hide the latency of an FMA
+  const auto grouped = [&](auto rows_constant, auto panels_constant) {
     constexpr int ROWS = decltype(rows_constant)::value, PANELS = decltype(panels_constant)::value;
     for (; panel + PANELS <= last; panel += PANELS) {
-      micro<ROWS, PANELS>(a, a_stride, weights + panel * panel_size, PANEL, panel_size, depth, c, PANELS * PANEL, false, PANELS * panel_size);
+      micro<ROWS, PANELS>(a, a_stride, weights + panel * panel_size, PANEL, panel_size, depth, c, PANELS * PANEL, false,
+                          PANELS * panel_size);
       for (int p = 0; p < PANELS; ++p) finish(0, rows, panel + p, c + p * PANEL, PANELS * PANEL);
     }
   };
@@ -80,7 +88,8 @@ void gemm_few(const float* a, int64_t a_stride, int64_t rows, const W* weights, 
   if (rows == 2) grouped(std::integral_constant<int, 2>(), std::integral_constant<int, 2>());
   for (; panel < last; ++panel) {
     each_tile(rows, [&](int64_t m, int count) {
-      micro_rows<1>(count, a + m * a_stride, a_stride, weights + panel * panel_size, PANEL, 0, depth, c + m * PANEL, PANEL, false, panel_size);
+      micro_rows<1>(count, a + m * a_stride, a_stride, weights + panel * panel_size, PANEL, 0, depth, c + m * PANEL,
+                    PANEL, false, panel_size);
     });
     finish(0, rows, panel, c, PANEL);
   }
@@ -100,9 +109,11 @@ void gemm_many(const float* a, int64_t a_stride, int64_t rows, const W* weights,
         const int64_t slice = std::min<int64_t>(BLOCK_DEPTH, depth - k);
         const W* b = weights + (panel * depth + k) * PANEL;
         for (int64_t i = 0; i < slice * PANEL; i += LANES) store(wide + i, load(b + i));
-        for (int64_t i = 0; i < slice * PANEL; i += 64 / int64_t(sizeof(W))) __builtin_prefetch(b + slice * PANEL + i, 0, 2);
+        for (int64_t i = 0; i < slice * PANEL; i += 64 / int64_t(sizeof(W)))
+          __builtin_prefetch(b + slice * PANEL + i, 0, 2);  // the next slice
         each_tile(count, [&](int64_t m, int tile) {
-          micro_rows<1>(tile, a + (row + m) * a_stride + k, a_stride, wide, PANEL, 0, slice, c + m * PANEL, PANEL, k > 0);
+          micro_rows<1>(tile, a + (row + m) * a_stride + k, a_stride, wide, PANEL, 0, slice, c + m * PANEL, PANEL,
+                        k > 0);
         });
       }
       finish(row, count, panel, c, PANEL);
@@ -110,7 +121,8 @@ void gemm_many(const float* a, int64_t a_stride, int64_t rows, const W* weights,
   }
 }
 
-// All rows against panels [first, last); `finish(row, num_rows, panel, c, c_stride)` gets each finished piece of PANEL columns.
+// All rows against panels [first, last). Each finished piece of PANEL columns goes to
+// `finish(row, num_rows, panel, c, c_stride)`.
 template <class W, class Finish>
 void gemm(const float* a, int64_t a_stride, int64_t rows, const W* weights, int64_t depth, int64_t first, int64_t last,
           Finish finish) {
