@@ -102,7 +102,7 @@ def run_generate(model: Any, prompts: Prompts, num_new_tokens: int) -> tuple[Spe
         stopping_criteria=[clock],
     )
     ended_s = time.perf_counter()
-    measured = speeds(ids.shape, num_new_tokens, started_s, clock.times_s[0], ended_s)
+    measured = speeds((len(prompts), ids.shape[1]), num_new_tokens, started_s, clock.times_s[0], ended_s)
     return measured, output[:, ids.shape[1] :].tolist()
 
 

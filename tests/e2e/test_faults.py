@@ -185,10 +185,7 @@ def test_a_bus_that_drops_repeats_and_reorders_changes_nothing() -> None:
     prompts = random_prompts((30, 60, 90, 120), seed=17)
     num_new = 200
     expected = reference.here(TINY, prompts, num_new)
-    with served(1, 1) as house:
-        quiet = [stream_of(house, prompt, num_new) for prompt in prompts]
-        assert [tokens for tokens, _, _ in quiet] == expected
-    mischief = Mischief(drop=0.05, repeat=0.05, reorder=0.05)
+    mischief = Mischief()
     gateway_env: dict[str, str] = {}
     deployment = Deployment(model=TINY, dtype="float32", env={"*": SMALL, "gateway": gateway_env})
     proxy = NatsProxy(deployment.members["nats"].port, mischief, seed=1)
@@ -196,6 +193,9 @@ def test_a_bus_that_drops_repeats_and_reorders_changes_nothing() -> None:
     try:
         with deployment, httpx2.Client(timeout=120) as client:
             house = House(deployment, TINY, client)
+            quiet = [stream_of(house, prompt, num_new) for prompt in prompts]
+            assert [tokens for tokens, _, _ in quiet] == expected
+            mischief.drop = mischief.repeat = mischief.reorder = 0.05
             assert [stream_of(house, prompt, num_new) for prompt in prompts] == quiet
             assert min(mischief.counts.values()) > 0, mischief.counts
             assert house.total("decode", "pdserve_worker_replays_total", answer="tokens") > 0
@@ -204,45 +204,49 @@ def test_a_bus_that_drops_repeats_and_reorders_changes_nothing() -> None:
         proxy.close()
 
 
-def test_nats_restarts_mid_stream() -> None:
+def test_a_nats_restart_a_drain_and_a_killed_gateway() -> None:
+    """One after another on the same processes; the books close after each."""
+    with served(1, 2) as house:
+        nats_restarts_mid_stream(house)
+        a_drained_decode_worker_finishes_what_it_has(house)
+        a_killed_gateway_leaves_nothing_behind(house)
+
+
+def nats_restarts_mid_stream(house: House) -> None:
     (prompt,) = random_prompts((50,), seed=18)
     num_new = 500
     expected = reference.here(TINY, [prompt], num_new)
-    with served(1, 1) as house:
-        body = {"model": TINY, "prompt": prompt, "max_tokens": num_new, "temperature": 0, "ignore_eos": True}
-        body |= {"stream": True, "return_token_ids": True}
-        got: list[int] = []
-        restarted = False
-        for chunk in house.stream(body):
-            got += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
-            if not restarted and len(got) > 30:
-                restarted = True
-                house.deployment.kill("nats")
-                house.deployment.restart("nats")
-        assert restarted and got == expected[0]
-        house.assert_books_close(LEASE_MARGIN_S)
+    body = {"model": TINY, "prompt": prompt, "max_tokens": num_new, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True}
+    got: list[int] = []
+    restarted = False
+    for chunk in house.stream(body):
+        got += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+        if not restarted and len(got) > 30:
+            restarted = True
+            house.deployment.kill("nats")
+            house.deployment.restart("nats")
+    assert restarted and got == expected[0]
+    house.assert_books_close(LEASE_MARGIN_S)
 
 
-def test_a_drained_decode_worker_finishes_what_it_has() -> None:
+def a_drained_decode_worker_finishes_what_it_has(house: House) -> None:
     (prompt,) = random_prompts((50,), seed=19)
-    expected = reference.here(TINY, [prompt], 300)
-    with served(1, 2) as house:
-        answer = in_background(house, prompt, 300)
-        wait_until(lambda: bool(busy(house, "decode")), "decode runs")
-        name = busy(house, "decode")[0]
-        assert house.deployment.stop(name) == 0
-        assert answer.result(60).token_ids == expected[0]
-        assert house.timeline(answer.result().request_id)["num_attempts"] == 1
-        assert len(house.complete(prompt, 4).token_ids) == 4
-        house.assert_books_close(LEASE_MARGIN_S)
+    expected = reference.here(TINY, [prompt], 1000)
+    answer = in_background(house, prompt, 1000)
+    wait_until(lambda: bool(busy(house, "decode")), "decode runs")
+    assert house.deployment.stop(busy(house, "decode")[0]) == 0
+    assert answer.result(60).token_ids == expected[0]
+    assert house.timeline(answer.result().request_id)["num_attempts"] == 1
+    assert len(house.complete(prompt, 4).token_ids) == 4
+    house.assert_books_close(LEASE_MARGIN_S)
 
 
-def test_a_killed_gateway_leaves_nothing_behind() -> None:
+def a_killed_gateway_leaves_nothing_behind(house: House) -> None:
     (prompt,) = random_prompts((50,), seed=20)
-    with served(1, 1) as house:
-        answer = in_background(house, prompt, 3000)
-        wait_until(lambda: bool(busy(house, "decode")), "decode runs")
-        house.deployment.kill("gateway")
-        with pytest.raises(Exception, match=r".*"):
-            answer.result(10)
-        house.assert_books_close(LEASE_MARGIN_S)
+    answer = in_background(house, prompt, 3000)
+    wait_until(lambda: bool(busy(house, "decode")), "decode runs")
+    house.deployment.kill("gateway")
+    with pytest.raises(httpx2.HTTPError):
+        answer.result(10)
+    house.assert_books_close(LEASE_MARGIN_S)

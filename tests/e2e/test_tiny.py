@@ -7,8 +7,8 @@ import random
 import pytest
 
 from tests.e2e import reference
-from tests.e2e.conftest import TINY, options_for
-from tests.e2e.house import LEASE_MARGIN_S, SMALL, House, house
+from tests.e2e.conftest import TINY
+from tests.e2e.house import LEASE_MARGIN_S, House
 
 pytestmark = [pytest.mark.e2e]
 
@@ -65,11 +65,9 @@ def test_seeded_sampling_does_not_depend_on_the_company(tiny_house: House) -> No
     assert alone[0] != tiny_house.complete(prompts[0], 16, temperature=1.0, seed=99).token_ids
 
 
-def test_preemption(mode: str) -> None:
-    """Eight sequences that want 13 blocks each in the end, in a pool of 40."""
-    prompts = random_prompts((40,) * 8, seed=5)
-    env = {"*": SMALL, "decode": {"PDSERVE_NUM_BLOCKS": "40", "PDSERVE_MAX_INBOUND_SHARE": "0.9"}}
-    with house(TINY, env=env, **options_for(mode)) as small:
-        check(small, prompts, 160)
-        assert small.total("decode", "pdserve_worker_preemptions") > 0
-        small.assert_books_close(LEASE_MARGIN_S)
+def test_preemption(tiny_house: House) -> None:
+    """Eight sequences that want 13 blocks each in the end, in a pool of 64."""
+    before = tiny_house.total("decode", "pdserve_worker_preemptions")
+    check(tiny_house, random_prompts((40,) * 8, seed=5), 160)
+    assert tiny_house.total("decode", "pdserve_worker_preemptions") > before
+    tiny_house.assert_books_close(LEASE_MARGIN_S)

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from services.engine.kernels import attention_backend, paged_attention
+from services.engine.kernels import attention_backend, attention_reference, paged_attention
 from services.engine.kernels.cpu import attention, library
 from tests.engine.attention_cases import CASES, Case, make_inputs
 
@@ -22,11 +22,19 @@ def test_equals_dense_attention(name: str) -> None:
     torch.testing.assert_close(got, inputs.expected, rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_cache() -> None:
-    case = CASES["mixed"]
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
+def test_bfloat16_cache(query_dtype: torch.dtype) -> None:
+    """Exact arithmetic on rounded inputs: as the reference in float32 on the same rounded inputs."""
+    case = CASES["window and softcap"]
     inputs = make_inputs(case)
-    got = attention.paged_attention(inputs.query, inputs.layer.bfloat16(), inputs.paging, case.scale)
-    torch.testing.assert_close(got, inputs.expected, rtol=0.05, atol=0.05)
+    query, layer = inputs.query.to(query_dtype), inputs.layer.bfloat16()
+    got = attention.paged_attention(query, layer, inputs.paging, case.scale, case.window, case.softcap)
+    assert got.dtype == query_dtype
+    exact = attention_reference.paged_attention(
+        query.float(), layer.float(), inputs.paging, case.scale, case.window, case.softcap
+    )
+    tolerance = 1e-5 if query_dtype == torch.float32 else 0.01
+    torch.testing.assert_close(got.float(), exact, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("window", [None, 21])

@@ -34,11 +34,7 @@ inline void transpose_keys(const KV* k, int64_t count, int64_t head_dim, float* 
   for (; s + 8 <= count; s += 8)
     for (int64_t d = 0; d < head_dim; d += 8) {
       __m256 r[8], t[8];
-      for (int i = 0; i < 8; ++i) {
-        alignas(32) float row[8];
-        if constexpr (sizeof(KV) == 4) r[i] = _mm256_loadu_ps((const float*)k + (s + i) * head_dim + d);
-        else { for (int j = 0; j < 8; ++j) row[j] = widen(k[(s + i) * head_dim + d + j]); r[i] = _mm256_load_ps(row); }
-      }
+      for (int i = 0; i < 8; ++i) r[i] = load8(k + (s + i) * head_dim + d);
       for (int i = 0; i < 4; ++i) {
         t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
         t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
@@ -121,8 +117,8 @@ void attend_tile(const AttentionStep& step, const KV* layer, const int32_t* tabl
     const int64_t columns = (count + PANEL - 1) / PANEL * PANEL;  // the rest of `keys` is stale but finite, and not seen
     each_tile(rows, [&](int64_t r, int tile) {
       for (int64_t n = 0; n < columns; n += PANEL)
-        micro_rows<1>(tile, scratch.query.data() + r * dim, dim, scratch.keys.data() + n, CHUNK, 0, dim,
-                      scores + r * CHUNK + n, CHUNK, false);
+        micro_rows<float>(tile, scratch.query.data() + r * dim, dim, scratch.keys.data() + n, CHUNK, dim,
+                          scores + r * CHUNK + n, CHUNK, false);
     });
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t position = first + r / group;
@@ -138,7 +134,7 @@ void attend_tile(const AttentionStep& step, const KV* layer, const int32_t* tabl
       const KV* v = block_of(at + j) + step.value_offset + slot * dim;
       each_tile(rows, [&](int64_t r, int tile) {
         for (int64_t d = 0; d < dim; d += PANEL)
-          micro_rows<1>(tile, scores + r * CHUNK + j, CHUNK, v + d, dim, 0, run, &scratch.out[r * dim + d], dim, true);
+          micro_rows(tile, scores + r * CHUNK + j, CHUNK, v + d, dim, run, &scratch.out[r * dim + d], dim, true);
       });
       j += run;
     }

@@ -17,7 +17,7 @@ def supports(query: torch.Tensor, layer: torch.Tensor) -> bool:
     kernels = library()
     return (
         kernels is not None
-        and query.dtype == torch.float32
+        and query.dtype in (torch.float32, torch.bfloat16)
         and layer.dtype in (torch.float32, torch.bfloat16)
         and query.shape[-1] % kernels.panel_width() == 0
         and layer.stride(-1) == 1
@@ -36,8 +36,8 @@ def paged_attention(
     """See `services.engine.kernels.paged_attention`; `supports` says for which tensors."""
     kernels = library()
     assert kernels is not None
-    query = query.contiguous()
-    out = torch.empty_like(query)
+    rows = query.float().contiguous()
+    out = torch.empty_like(rows)
     tiles, positions = tiles_of(paging, query.shape[1] // layer.shape[2])
     step = AttentionStep(
         num_heads=query.shape[1],
@@ -57,14 +57,14 @@ def paged_attention(
         ctypes.byref(step),
         layer.data_ptr(),
         layer.dtype == torch.bfloat16,
-        query.data_ptr(),
+        rows.data_ptr(),
         out.data_ptr(),
         tiles.data_ptr(),
         len(tiles),
         positions.data_ptr(),
         torch.get_num_threads(),
     )
-    return out
+    return out.to(query.dtype)
 
 
 def tiles_of(paging: Paging, group: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,10 +64,16 @@ void norm_row(const float* x, const float* weight, int64_t size, float eps, floa
 
 void rotate_row(float* x, const float* cos, const float* sin, int64_t dim) {
   const int64_t half = dim / 2;
-  for (int64_t i = 0; i < half; i += LANES) {
+  int64_t i = 0;
+  for (; i + LANES <= half; i += LANES) {
     const Vec a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
     store(x + i, a * c - b * s);
     store(x + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cos[i] - b * sin[i];
+    x[half + i] = b * cos[i] + a * sin[i];
   }
 }
 

@@ -10,10 +10,10 @@
 
 #include "vectors.h"
 
-constexpr int TILE_ROWS = 6;     // 6 rows x 2 vectors of accumulators: 12 of AVX2's 16 registers
-constexpr int FEW_ROWS = 12;     // up to here weights are widened as they are used, beyond once for many rows
-constexpr int BLOCK_ROWS = 96;   // rows of a that stay in the second-level cache
-constexpr int BLOCK_DEPTH = 512; // a widened panel of this depth stays in the nearest caches
+constexpr int TILE_ROWS = 12 / VECTORS;  // 12 accumulators: AVX2 has 16 registers
+constexpr int FEW_ROWS = 2 * TILE_ROWS;  // up to here weights are widened as they are used, beyond once for many rows
+constexpr int BLOCK_ROWS = 96;           // rows of a that stay in the second-level cache
+constexpr int BLOCK_DEPTH = 512;         // a widened panel of this depth stays in the nearest caches
 
 // c[m][p * PANEL ...] (+)= a[m][0..depth) * b for ROWS rows and PANELS panels. Rows of b are `b_stride` apart, its panels
 // `panel_stride`, and what lies `ahead` of them is fetched meanwhile. Not inlined: in a caller the compiler runs out of
@@ -21,43 +21,33 @@ constexpr int BLOCK_DEPTH = 512; // a widened panel of this depth stays in the n
 template <int ROWS, int PANELS, class W>
 __attribute__((noinline)) void micro(const float* a, int64_t a_stride, const W* b, int64_t b_stride, int64_t panel_stride,
                                      int64_t depth, float* c, int64_t c_stride, bool accumulate, int64_t ahead = 0) {
-  Vec acc[ROWS][PANELS][2];
+  Vec acc[ROWS][PANELS][VECTORS];
   for (int m = 0; m < ROWS; ++m)
     for (int p = 0; p < PANELS; ++p)
-      for (int h = 0; h < 2; ++h)
+      for (int h = 0; h < VECTORS; ++h)
         acc[m][p][h] = accumulate ? load(c + m * c_stride + p * PANEL + h * LANES) : Vec{};
   for (int64_t k = 0; k < depth; ++k) {
-    Vec w[PANELS][2];
+    Vec w[PANELS][VECTORS];
     if (ahead) __builtin_prefetch(b + ahead + k * b_stride, 0, 2);
     for (int p = 0; p < PANELS; ++p)
-      for (int h = 0; h < 2; ++h) w[p][h] = load(b + p * panel_stride + k * b_stride + h * LANES);
+      for (int h = 0; h < VECTORS; ++h) w[p][h] = load(b + p * panel_stride + k * b_stride + h * LANES);
     for (int m = 0; m < ROWS; ++m) {
       const Vec x = splat(a[m * a_stride + k]);
       for (int p = 0; p < PANELS; ++p)
-        for (int h = 0; h < 2; ++h) acc[m][p][h] += x * w[p][h];
+        for (int h = 0; h < VECTORS; ++h) acc[m][p][h] += x * w[p][h];
     }
   }
   for (int m = 0; m < ROWS; ++m)
     for (int p = 0; p < PANELS; ++p)
-      for (int h = 0; h < 2; ++h) store(c + m * c_stride + p * PANEL + h * LANES, acc[m][p][h]);
+      for (int h = 0; h < VECTORS; ++h) store(c + m * c_stride + p * PANEL + h * LANES, acc[m][p][h]);
 }
 
-// The same for 1 to TILE_ROWS rows known at run time.
-template <int PANELS, class W>
-inline void micro_rows(int rows, const float* a, int64_t a_stride, const W* b, int64_t b_stride, int64_t panel_stride,
-                       int64_t depth, float* c, int64_t c_stride, bool accumulate, int64_t ahead = 0) {
-  const auto call = [&](auto rows_constant) {
-    micro<decltype(rows_constant)::value, PANELS>(a, a_stride, b, b_stride, panel_stride, depth, c, c_stride, accumulate,
-                                                  ahead);
-  };
-  switch (rows) {
-    case 1: return call(std::integral_constant<int, 1>());
-    case 2: return call(std::integral_constant<int, 2>());
-    case 3: return call(std::integral_constant<int, 3>());
-    case 4: return call(std::integral_constant<int, 4>());
-    case 5: return call(std::integral_constant<int, 5>());
-    default: return call(std::integral_constant<int, TILE_ROWS>());
-  }
+// The same for one panel and 1 to TILE_ROWS rows known at run time.
+template <class W, int ROWS = TILE_ROWS>
+inline void micro_rows(int rows, const float* a, int64_t a_stride, const W* b, int64_t b_stride, int64_t depth, float* c,
+                       int64_t c_stride, bool accumulate, int64_t ahead = 0) {
+  if (rows == ROWS) micro<ROWS, 1>(a, a_stride, b, b_stride, 0, depth, c, c_stride, accumulate, ahead);
+  else if constexpr (ROWS > 1) micro_rows<W, ROWS - 1>(rows, a, a_stride, b, b_stride, depth, c, c_stride, accumulate, ahead);
 }
 
 // Calls `f(first, count)` for tiles of at most TILE_ROWS rows, as even as they can be: a short last tile would starve the
@@ -84,12 +74,12 @@ void gemm_few(const float* a, int64_t a_stride, int64_t rows, const W* weights, 
       for (int p = 0; p < PANELS; ++p) finish(0, rows, panel + p, c + p * PANEL, PANELS * PANEL);
     }
   };
-  if (rows == 1) grouped(std::integral_constant<int, 1>(), std::integral_constant<int, 4>());
-  if (rows == 2) grouped(std::integral_constant<int, 2>(), std::integral_constant<int, 2>());
+  if (rows == 1) grouped(std::integral_constant<int, 1>(), std::integral_constant<int, 8 / VECTORS>());
+  if (rows == 2) grouped(std::integral_constant<int, 2>(), std::integral_constant<int, 4 / VECTORS>());
   for (; panel < last; ++panel) {
     each_tile(rows, [&](int64_t m, int count) {
-      micro_rows<1>(count, a + m * a_stride, a_stride, weights + panel * panel_size, PANEL, 0, depth, c + m * PANEL,
-                    PANEL, false, panel_size);
+      micro_rows(count, a + m * a_stride, a_stride, weights + panel * panel_size, PANEL, depth, c + m * PANEL, PANEL,
+                 false, panel_size);
     });
     finish(0, rows, panel, c, PANEL);
   }
@@ -112,8 +102,7 @@ void gemm_many(const float* a, int64_t a_stride, int64_t rows, const W* weights,
         for (int64_t i = 0; i < slice * PANEL; i += 64 / int64_t(sizeof(W)))
           __builtin_prefetch(b + slice * PANEL + i, 0, 2);  // the next slice
         each_tile(count, [&](int64_t m, int tile) {
-          micro_rows<1>(tile, a + (row + m) * a_stride + k, a_stride, wide, PANEL, 0, slice, c + m * PANEL, PANEL,
-                        k > 0);
+          micro_rows<float>(tile, a + (row + m) * a_stride + k, a_stride, wide, PANEL, slice, c + m * PANEL, PANEL, k > 0);
         });
       }
       finish(row, count, panel, c, PANEL);

@@ -13,7 +13,8 @@ constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
 #endif
-constexpr int PANEL = 2 * LANES;  // columns that one micro-kernel computes side by side
+constexpr int PANEL = 16;  // columns that one micro-kernel computes side by side, the same on every machine
+constexpr int VECTORS = PANEL / LANES;
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef float VecAt __attribute__((vector_size(LANES * 4), aligned(4), may_alias));  // anywhere in memory
@@ -34,6 +35,14 @@ inline Vec load(const Bf16* at) {  // a bfloat16 is the upper half of a float
 #endif
 }
 
+#if defined(__AVX2__)
+inline __m256 load8(const float* at) { return _mm256_loadu_ps(at); }
+
+inline __m256 load8(const Bf16* at) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16));
+}
+#endif
+
 inline void store(float* at, Vec value) { *reinterpret_cast<VecAt*>(at) = value; }
 
 inline Vec splat(float value) {
@@ -53,14 +62,6 @@ inline float widen(Bf16 value) {
   float out;
   std::memcpy(&out, &bits, 4);
   return out;
-}
-
-inline void narrow(float value, float* at) { *at = value; }
-
-inline void narrow(float value, Bf16* at) {  // round to nearest even; NaN stays NaN
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  *at = value != value ? 0x7FC0 : Bf16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
 inline float sum(Vec v) {
