@@ -202,7 +202,7 @@ def plot(batches: Mapping[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, write result.json and offline.svg."""
-    given = report.options("offline", __doc__)
+    given = report.options("offline", __doc__, rounds=report.FEWEST_ROUNDS)
     torch.set_num_threads(given.threads)
     transformers.utils.logging.disable_progress_bar()
     folder = resolve(MODEL)
@@ -215,7 +215,7 @@ def main() -> None:
     }
     for peer in peers.values():
         peer.generation_config.eos_token_id = None  # to the last token, as the engine is asked to
-    sizes = Sizes((1, 8), 17) if given.quick else Sizes((1, 8, 32), 65)
+    sizes = Sizes((1, 8), 17) if given.quick else Sizes((1, 8, 32), 33)
     where = {**report.machine(given.threads), "pdserve_dtype": str(engine_model.dtype), "torch": torch.__version__}
     where |= {"pdserve_path": type(engine_model).__name__, "transformers": transformers.__version__}
     print(", ".join(f"{name} {value}" for name, value in where.items()))

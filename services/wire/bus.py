@@ -30,6 +30,7 @@ class Bus:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self._closing = False
         self._on_reconnect: list[Callable[[], None]] = []
         self._log = log.get_logger()
 
@@ -92,6 +93,7 @@ class Bus:
         """Sends what is buffered and leaves; idempotent."""
         if self._client.is_closed:
             return
+        self._closing = True
         with contextlib.suppress(NatsError, OSError, TimeoutError):
             await asyncio.wait_for(self._client.flush(), 1.0)
         await self._client.close()
@@ -100,7 +102,8 @@ class Bus:
         self._log.warning("bus error", error=repr(error))
 
     async def _disconnected(self) -> None:
-        self._log.warning("bus link lost")
+        if not self._closing:
+            self._log.warning("bus link lost")
 
     async def _reconnected(self) -> None:
         RECONNECTS.inc()
