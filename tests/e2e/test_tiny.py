@@ -66,8 +66,8 @@ def test_seeded_sampling_does_not_depend_on_the_company(tiny_house: House) -> No
 
 
 def test_preemption(tiny_house: House) -> None:
-    """Eight sequences that want 13 blocks each in the end, in a pool of 64."""
+    """Eight sequences that want 22 blocks each in the end, in a pool of 64: three at once are too many."""
     before = tiny_house.total("decode", "pdserve_worker_preemptions")
-    check(tiny_house, random_prompts((40,) * 8, seed=5), 160)
+    check(tiny_house, random_prompts((40,) * 8, seed=5), 300)
     assert tiny_house.total("decode", "pdserve_worker_preemptions") > before
     tiny_house.assert_books_close(LEASE_MARGIN_S)
