@@ -1,7 +1,8 @@
 """`pdserve demo`: a real model's answer through real processes, and where the time went.
 
 1. The model is fetched; NATS, the directory, one prefill worker, one decode worker and the gateway start.
-2. A short question and one behind a prompt of about 1,500 tokens are asked, and their answers streamed.
+2. A first request, not timed, makes the connections. Then a short question and one behind a prompt of about 1,500
+   tokens are asked, and their answers streamed.
 3. For each: the stages as the processes measured them beside the total that the client measured, the bytes and blocks
    that NIXL moved, and how much of the transfer hid behind the prefill.
 4. It fails unless the short answer says Paris, both went through both pools, and the stages explain the total.
@@ -30,6 +31,8 @@ _MAX_TOKENS = 64
 def run(house: Deployment, model: str, console: Console) -> bool:
     """Asks both questions of a running deployment; returns whether everything was as promised."""
     problems: list[str] = []
+    warm_up = [{"role": "user", "content": "Say hello."}]  # makes every connection, so that none is timed
+    stream_chat(house.gateway_url, model, warm_up, lambda text: None, temperature=0, max_tokens=4)
     for title, prompt, expected in (("a short prompt", QUESTION, "Paris"), ("a long prompt", long_prompt(), "")):
         answer = _ask(house, model, title, prompt, console)
         timeline = _show(house, answer, title, console)
