@@ -29,6 +29,23 @@ class Inbound:
     fetch_began_s: float | None = None
     verified_s: float | None = None
     complete_s: float | None = None  # when decode heard that the prompt is computed
+    since_complete_s: float | None = None  # a span of the holder's clock: token 0 sampled to the release arrived there
+
+    def exposed_s(self, runnable_s: float) -> float:
+        """What of the transfer did not hide behind the prefill, in seconds.
+
+        By the holder's clock where it told; else from hearing that the prompt is computed to `runnable_s`, or 0.
+        """
+        if self.since_complete_s is not None:
+            return self.since_complete_s
+        return max(0.0, runnable_s - self.complete_s) if self.complete_s is not None else 0.0
+
+    @property
+    def transfer_s(self) -> float:
+        """First pull posted to last block verified, in seconds."""
+        if self.fetch_began_s is None or self.verified_s is None:
+            return 0.0
+        return self.verified_s - self.fetch_began_s
 
     def announced(self, num_tokens: int, num_blocks: int, blocks: tuple[ReadyBlock, ...]) -> None:
         """Takes news of readable blocks. Raises HandoffMismatchError."""

@@ -11,14 +11,15 @@ Disaggregated:
 Colocated: the sequence is added to the scheduler as it came, and its prompt is computed here.
 
 Every failure and every cancel goes through `_leave`, whatever the state: what a transfer may still write is quarantined
-first, then the blocks go back.
+first, then the blocks go back. A choice that its gateway cancels is answered with what is known of it so far; who hung
+up, was fenced or fell silent gets a failure.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client import Counter as MetricCounter
 
@@ -52,7 +53,7 @@ class Arrive:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """How a choice ended; times in seconds, as in `DecodeResponse`."""
+    """How a choice ended; times in seconds, as in `DecodeResponse`. What a cancel cut short counts up to there."""
 
     finish: FinishReason | None
     num_output_tokens: int
@@ -78,8 +79,7 @@ class _Choice:
     num_cached_tokens: int = 0
     runnable_s: float | None = None  # disaggregated: joined; colocated: its first token was sampled
     first_made_s: float | None = None  # first token made by a decode step here
-    prefill_s: float = 0.0
-    num_new: int = field(default=0)
+    num_new: int = 0
 
     @property
     def stage(self) -> str:
@@ -112,7 +112,7 @@ class DecodeLife:
             case Arrive():
                 self._arrive(message)
             case CancelAttempt():
-                self._leave(message.handoff_id, Failure(message.code, message.reason))
+                self._cancelled(message)
             case messages.QuarantineEnded():
                 self._end_quarantine(message.local_block_ids)
             case messages.ConnectorFailed():
@@ -140,6 +140,7 @@ class DecodeLife:
                 inbound.verified_s = time.monotonic()
                 self._release_if_whole(inbound)
             case messages.Released():
+                inbound.since_complete_s = message.since_complete_s
                 self._released(choice, inbound, held=message.held)
             case messages.BlocksCorrupt():
                 CORRUPT.inc(len(message.indices))
@@ -270,6 +271,13 @@ class DecodeLife:
 
     # Running and leaving
 
+    def _cancelled(self, message: CancelAttempt) -> None:
+        choice = self._choices.get(message.handoff_id)
+        if choice is None or not message.by_gateway:
+            self._leave(message.handoff_id, Failure(message.code, message.reason))
+        else:
+            self._leave(message.handoff_id, self._decoded(choice, FinishReason.CANCELLED, time.monotonic()))
+
     def _output(self, output: SequenceOutput, now: float) -> None:
         choice = self._choices.get(output.seq.sequence_id)
         if choice is None:
@@ -285,7 +293,6 @@ class DecodeLife:
         choice.num_new += 1
         if choice.inbound is None and choice.num_new == 1:
             choice.runnable_s = now
-            choice.prefill_s = now - (seq.first_scheduled_s or now)
             choice.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
         elif choice.first_made_s is None:
             choice.first_made_s = now
@@ -296,7 +303,8 @@ class DecodeLife:
         if choice is None:
             return
         self._waiting_room.pop(handoff_id, None)
-        if isinstance(outcome, Failure) and outcome.code == "CANCELLED":
+        cancelled = _is_cancelled(outcome)
+        if cancelled:
             gauges.CANCELLED.labels(choice.stage).inc()
         if choice.inbound is not None:
             writable = self._fetches.cancel(handoff_id)  # does nothing where the handoff ended well
@@ -304,14 +312,14 @@ class DecodeLife:
                 QUARANTINED.inc(len(writable))
                 self._pool.quarantine(writable)
                 self._quarantined.update(writable)
-            if isinstance(outcome, Failure) and choice.runnable_s is None:
-                INBOUND.labels(outcome.code.lower()).inc()
+            if choice.runnable_s is None and (cancelled or isinstance(outcome, Failure)):
+                INBOUND.labels(outcome.code.lower() if isinstance(outcome, Failure) else "cancelled").inc()
         self._scheduler.release(handoff_id)
-        if isinstance(outcome, Failure) and outcome.code != "CANCELLED":
+        if isinstance(outcome, Failure) and not cancelled:
             self._outlet.token(
                 TokenEvent(choice.attempt, choice.seq.num_output_tokens, None, FinishReason.ERROR, outcome.reason)
             )
-        self._outlet.end(handoff_id, outcome)
+        self._outlet.end(handoff_id, outcome, cancelled=cancelled)
 
     def _end_quarantine(self, block_ids: tuple[int, ...]) -> None:
         self._pool.unquarantine(block_ids)
@@ -321,26 +329,29 @@ class DecodeLife:
     def _decoded(self, choice: _Choice, finish: FinishReason, now: float) -> Decoded:
         seq, inbound = choice.seq, choice.inbound
         runnable_s = choice.runnable_s or now
-        first_made_s = choice.first_made_s or runnable_s
-        transfer_s = exposed_s = 0.0
-        if inbound is not None:
-            if inbound.fetch_began_s is not None and inbound.verified_s is not None:
-                transfer_s = inbound.verified_s - inbound.fetch_began_s
-            exposed_s = max(0.0, runnable_s - (inbound.complete_s or runnable_s))
+        first_made_s = choice.first_made_s or now
+        scheduled_s = seq.first_scheduled_s or now
         return Decoded(
             finish=finish,
             num_output_tokens=seq.num_output_tokens,
             num_cached_tokens=choice.num_cached_tokens,
             num_pulled_blocks=inbound.num_verified if inbound else 0,
             num_pulled_bytes=inbound.num_bytes if inbound else 0,
-            queue_s=(seq.first_scheduled_s or seq.arrival_s) - seq.arrival_s if inbound is None else 0.0,
-            prefill_s=choice.prefill_s,
-            transfer_s=transfer_s,
-            exposed_transfer_s=exposed_s,
+            queue_s=scheduled_s - seq.arrival_s if inbound is None else 0.0,
+            prefill_s=runnable_s - scheduled_s if inbound is None else 0.0,
+            transfer_s=inbound.transfer_s if inbound else 0.0,
+            exposed_transfer_s=inbound.exposed_s(runnable_s) if inbound else 0.0,
             first_decode_s=first_made_s - runnable_s,
             decode_s=now - first_made_s,
             num_preemptions=seq.num_preemptions,
         )
+
+
+def _is_cancelled(outcome: object) -> bool:
+    """Whether a choice was given up, with or without an account of it."""
+    if isinstance(outcome, Failure):
+        return outcome.code == "CANCELLED"
+    return isinstance(outcome, Decoded) and outcome.finish is FinishReason.CANCELLED
 
 
 def _is_mismatch(reason: str) -> bool:

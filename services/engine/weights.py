@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import transformers
+from transformers import AutoConfig
 
-from services.engine.models.general import GeneralModel
 from services.engine.models.interface import DecoderModel, UnsupportedModelError
 from services.engine.models.lean import LeanModel
+from services.engine.stored_weights import StoredWeights
 from services.runtime.model_store import resolve, tokenizer_fingerprint, weights_fingerprint
 
 __all__ = ["choose_dtype", "load_model", "tokenizer_fingerprint", "weights_fingerprint"]
@@ -47,24 +47,27 @@ def load_model(
     folder = resolve(str(name))
     wanted = choose_dtype(dtype, device) if isinstance(dtype, str) else dtype
     if path != "general" and wanted == torch.float32 and torch.device(device).type == "cpu":
-        stored = _read(folder, "auto")
         try:
-            return LeanModel(stored)
+            return LeanModel(AutoConfig.from_pretrained(folder, local_files_only=True), StoredWeights(folder))
         except UnsupportedModelError as error:
             if path == "lean":
                 raise
             log.info("general path: %s", error)
     elif path == "lean":
         raise UnsupportedModelError(f"{name}: the lean path computes in float32 on the CPU")
-    return GeneralModel(_read(folder, wanted).to(device))
+    return _general(folder, wanted, device)
 
 
-def _read(folder: Path, dtype: torch.dtype | str) -> transformers.PreTrainedModel:
+def _general(folder: Path, dtype: torch.dtype, device: torch.device | str) -> DecoderModel:
+    import transformers  # its modelling code takes seconds to import, and the lean path does without
+
+    from services.engine.models.general import GeneralModel
+
     transformers.utils.logging.disable_progress_bar()
     model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, use_safetensors=True, local_files_only=True, attn_implementation="eager"
     )
-    return model
+    return GeneralModel(model.to(device))
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -62,6 +62,8 @@ class Attempt:
         self.failure: Failure | None = None
         self.prefill: PrefillResult | None = None
         self.decode: DecodeResult | None = None
+        self.received_s: float | None = None  # when the worker that computes the prompt said that it has the request
+        self.ended_s: float | None = None  # when the event or answer that ended the tokens arrived
         self.decode_runs = False  # decode has the KV: a token that only it can have made arrived
         self.legs: dict[WorkerKey, Leg] = {route.decode.key: Leg.DECODE}
         if route.prefill is not None:
@@ -98,6 +100,7 @@ class Attempt:
 
     async def stop(self) -> None:
         """The gateway ended the choice: tells the workers, and waits shortly for their account."""
+        self.ended_s = self._keeper.clock()
         self._cancel("stop string")
         await self._settle(STOP_S)
 
@@ -110,6 +113,7 @@ class Attempt:
         ended = event.finish if event.finish in ENDS else None
         if self.stream.add(event.first_index, event.tokens, ended):
             self.progress_s = self._keeper.clock()
+            self._note_end()
             self.wake.set()
             its_own = event.first_index + len(event.tokens) > len(self._forced) + 1  # the first may be prefill's
             if leg is Leg.DECODE and its_own and not self.decode_runs:
@@ -140,7 +144,9 @@ class Attempt:
     async def _run_prefill(self, link: WorkerLink) -> None:
         decode = self.route.decode
         try:
-            result = await link.prefill(self.ref, self.request, self._forced, decode, self._time_left_s())
+            result = await link.prefill(
+                self.ref, self.request, self._forced, decode, self._time_left_s(), self._note_received
+            )
         except CallFailedError as error:
             if not self.decode_runs:
                 self.fail(Leg.PREFILL, error.code, error.detail)
@@ -151,14 +157,16 @@ class Attempt:
             self.take(Leg.PREFILL, first)
         elif result.finish in ENDS:  # the forced output was complete already
             self.stream.end_at(len(self._forced), result.finish)
+            self._note_end()
         elif result.finish is not None:
             self._ended_badly(Leg.PREFILL, result.finish, "no first token")
         self.wake.set()
 
     async def _run_decode(self, link: WorkerLink) -> None:
         prefill = self.route.prefill
+        on_received = self._note_received if prefill is None else _ignore
         try:
-            result = await link.decode(self.ref, self.request, self._forced, prefill, self._time_left_s())
+            result = await link.decode(self.ref, self.request, self._forced, prefill, self._time_left_s(), on_received)
         except CallFailedError as error:
             if prefilling := self._calls.get(Leg.PREFILL):  # decode may only have heard what befell it
                 await asyncio.wait((prefilling,), timeout=SPEAK_S)
@@ -168,9 +176,19 @@ class Attempt:
         self.decode = result
         if result.finish in ENDS:
             self.stream.end_at(result.num_output_tokens, result.finish)
+            self._note_end()
+        elif result.finish is Finish.CANCELLED and Leg.DECODE in self._told:  # as we asked: an account, no failure
+            self.ended_s = self._keeper.clock()
         else:
             self._ended_badly(Leg.DECODE, result.finish or Finish.ERROR, "the call ended without a finish")
         self.wake.set()
+
+    def _note_received(self) -> None:
+        self.received_s = self._keeper.clock()
+
+    def _note_end(self) -> None:
+        if self.ended_s is None and self.stream.complete:
+            self.ended_s = self._keeper.clock()
 
     def _end_badly_soon(self, leg: Leg, finish: Finish, detail: str) -> None:
         call = self._calls.get(leg)
@@ -193,3 +211,7 @@ class Attempt:
 
     def _time_left_s(self) -> float:
         return max(0.001, self.request.deadline_s - self._keeper.clock())
+
+
+def _ignore() -> None:
+    """Of a decode worker that pulls the KV nobody waits to hear that it has the request."""

@@ -87,14 +87,15 @@ class Dispatcher:
     async def _serve(self, run: _Run) -> Finish:
         failure: Failure | None = None
         for number in range(1, self._settings.max_attempts + 1):
+            began_s = self._keeper.clock()
             route = await self._route(run, number)
-            record = self._begin(run, route, number)
+            record = self._begin(run, route, number, began_s)
             ref = AttemptRef(run.request.request_id, number, record.handoff_id)
             async with Attempt(ref, run.request, route, tuple(run.tokens), self._keeper) as attempt:
                 try:
                     outcome = await self._follow(attempt, run)
                 finally:
-                    record.end(attempt.prefill, attempt.decode)
+                    record.end(attempt.prefill, attempt.decode, attempt.received_s, attempt.ended_s)
             if isinstance(outcome, Finish):
                 return outcome
             failure = outcome
@@ -145,8 +146,8 @@ class Dispatcher:
     def _candidates(self, role: Role) -> list[Candidate]:
         return [Candidate(info, *self._keeper.load(info.key)) for info in self._membership.workers(role)]
 
-    def _begin(self, run: _Run, route: Route, number: int) -> AttemptRecord:
-        record = AttemptRecord.of(route, number)
+    def _begin(self, run: _Run, route: Route, number: int, began_s: float) -> AttemptRecord:
+        record = AttemptRecord.of(route, number, began_s)
         run.records.append(record)
         ATTEMPTS.labels(record.path).inc()
         if route.fallback is not None:

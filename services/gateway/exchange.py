@@ -179,6 +179,7 @@ class Exchange(Response):
         deltas = [choice.take() or Delta("", (), choice.finish_reason) for choice in choices]
         body = writer.whole(deltas, self._usage(choices))
         await self._send_whole(200, body, {}, send)
+        self._timeline.sent_s = time.monotonic()
 
     async def _stream(
         self, writer: Writer, choices: Sequence[Choice], tasks: Sequence[asyncio.Task[None]], send: Send
@@ -202,8 +203,8 @@ class Exchange(Response):
                         task.result()  # raises what ended the request
                 if done:
                     break
-            await self._send_part(writer.ending(self._usage(choices)), send)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send_part(writer.ending(self._usage(choices)), send, more=False)
+            self._timeline.sent_s = time.monotonic()
         finally:
             pinger.cancel()
 
@@ -214,11 +215,11 @@ class Exchange(Response):
             await asyncio.sleep(max(0.001, self._sent_s + ping_s - time.monotonic()))
             self._news.set()
 
-    async def _send_part(self, body: bytes, send: Send) -> None:
+    async def _send_part(self, body: bytes, send: Send, *, more: bool = True) -> None:
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
         self._sent_s = time.monotonic()
 
     async def _fail(self, error: GatewayError, send: Send) -> None:

@@ -1,8 +1,22 @@
 """Where a request's time went: every stage from its own measurement, and what is left unexplained.
 
-`tokenise` and the totals are the gateway's; `queue` and `prefill` the prefill worker's (the decode worker's where it
-prefilled itself); `exposed_transfer`, `first_decode` and `decode` the decode worker's. The residual is the measured
-total less their sum.
+`tokenise`, `dispatch`, `delivery` and the totals are the gateway's; `queue` and `prefill` the prefill worker's (the
+decode worker's where it prefilled itself), `exposed_transfer` too; `first_decode` and `decode` the decode worker's.
+
+| stage | from | to |
+|---|---|---|
+| tokenise | the request arrived | its prompts are token ids |
+| dispatch | the last attempt begins, by routing | the worker that computes the prompt said that it has the request |
+| queue | it arrived there | its first chunk is computed |
+| prefill | then | token 0 is sampled |
+| exposed_transfer | then, by the same clock | the KV is released by decode: all is there, verified |
+| first_decode | it may run on decode | the first token made there |
+| decode | then | the choice has ended there |
+| delivery | what ended the first choice's tokens, an event or an answer, arrived | the last byte is with the server |
+
+No stage is a difference of others, so the residual, the measured total less their sum, is what travels between
+processes unseen (the answer to the release, the last event, the way to and from the client), less the way back of the
+worker's word, by which `dispatch` reaches into `queue` and `prefill`. It is negative where that takes long.
 """
 
 from __future__ import annotations
@@ -14,12 +28,12 @@ from dataclasses import dataclass, field
 from services.gateway.router import Route
 from services.gateway.workers import DecodeResult, PrefillResult
 
-STAGES = ("tokenise", "queue", "prefill", "exposed_transfer", "first_decode", "decode")
+STAGES = ("tokenise", "dispatch", "queue", "prefill", "exposed_transfer", "first_decode", "decode", "delivery")
 
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One attempt: where it went and what its workers measured."""
+    """One attempt: where it went and what its workers measured. `*_s` are times of the event loop's clock."""
 
     number: int
     handoff_id: str
@@ -27,13 +41,16 @@ class AttemptRecord:
     prefill_worker: str | None
     decode_worker: str
     fallback: str | None
+    began_s: float
+    received_s: float | None = None  # the worker that computes the prompt had it
+    tokens_ended_s: float | None = None  # what ended the tokens arrived
     prefill: PrefillResult | None = None
     decode: DecodeResult | None = None
     failure: str | None = None
 
     @classmethod
-    def of(cls, route: Route, number: int) -> AttemptRecord:
-        """A record of an attempt about to begin, under a fresh handoff id."""
+    def of(cls, route: Route, number: int, began_s: float) -> AttemptRecord:
+        """A record of an attempt that began with its routing, under a fresh handoff id."""
         return cls(
             number=number,
             handoff_id=secrets.token_hex(16),
@@ -41,11 +58,19 @@ class AttemptRecord:
             prefill_worker=route.prefill.key.worker_id if route.prefill is not None else None,
             decode_worker=route.decode.key.worker_id,
             fallback=route.fallback,
+            began_s=began_s,
         )
 
-    def end(self, prefill: PrefillResult | None, decode: DecodeResult | None) -> None:
-        """Takes the workers' accounts, as far as they came."""
+    def end(
+        self,
+        prefill: PrefillResult | None,
+        decode: DecodeResult | None,
+        received_s: float | None,
+        tokens_ended_s: float | None,
+    ) -> None:
+        """Takes the workers' accounts and the gateway's own, as far as they came."""
         self.prefill, self.decode = prefill, decode
+        self.received_s, self.tokens_ended_s = received_s, tokens_ended_s
 
     @property
     def num_cached_tokens(self) -> int:
@@ -53,16 +78,18 @@ class AttemptRecord:
         source = self.decode if self.path == "colocated" else self.prefill
         return source.num_cached_tokens if source is not None else 0
 
-    def stages(self) -> dict[str, float]:
-        """Seconds by stage, as the workers told; a stage nobody told of is 0."""
+    def stages(self, sent_s: float | None) -> dict[str, float]:
+        """Seconds by stage, as each was told; one nobody told of is 0. `sent_s`: the answer's last byte was sent."""
         prefill, decode = self.prefill, self.decode
         source = decode if self.path == "colocated" else prefill
         return {
+            "dispatch": _span(self.began_s, self.received_s),
             "queue": source.queue_s if source else 0.0,
             "prefill": source.prefill_s if source else 0.0,
             "exposed_transfer": decode.exposed_transfer_s if decode else 0.0,
             "first_decode": decode.first_decode_s if decode else 0.0,
             "decode": decode.decode_s if decode else 0.0,
+            "delivery": _span(self.tokens_ended_s, sent_s),
         }
 
     def view(self) -> dict[str, object]:
@@ -95,6 +122,7 @@ class Timeline:
     arrived_s: float
     tokenise_s: float = 0.0
     first_token_s: float | None = None
+    sent_s: float | None = None  # the last byte was given to the server
     ended_s: float | None = None
     outcome: str = "running"
     num_prompt_tokens: int = 0
@@ -116,7 +144,7 @@ class Timeline:
         total_s = (self.ended_s if self.ended_s is not None else now_s) - self.arrived_s
         attempts = self.choices[0] if self.choices else []
         last = attempts[-1] if attempts else None
-        stages = {"tokenise": self.tokenise_s} | (last.stages() if last else dict.fromkeys(STAGES[1:], 0.0))
+        stages = {"tokenise": self.tokenise_s} | (last.stages(self.sent_s) if last else dict.fromkeys(STAGES[1:], 0.0))
         found: dict[str, object] = {
             "request_id": self.request_id,
             "client_request_id": self.client_request_id,
@@ -138,6 +166,11 @@ class Timeline:
         if len(self.choices) > 1:
             found["choices"] = [[record.view() for record in records] for records in self.choices]
         return found
+
+
+def _span(begin_s: float | None, end_s: float | None) -> float:
+    """Seconds; 0 where one end is not known."""
+    return 0.0 if begin_s is None or end_s is None else end_s - begin_s
 
 
 class Timelines:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
+from grpc import aio
 
 from services.gateway import messages
 from services.gateway.membership import Role, WorkerInfo, WorkerKey
@@ -93,15 +94,39 @@ class WorkerLink:
         self._channel = rpc.channel(info.address)
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
+        self._open_prefill: aio.UnaryStreamMultiCallable[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse] = (
+            self._channel.unary_stream(  # see rpc.until_answered
+                "/pdserve.v1.PrefillService/Prefill",
+                request_serializer=prefill_pb2.PrefillRequest.SerializeToString,
+                response_deserializer=prefill_pb2.PrefillResponse.FromString,
+            )
+        )
+        self._open_decode: aio.UnaryStreamMultiCallable[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse] = (
+            self._channel.unary_stream(
+                "/pdserve.v1.DecodeService/Decode",
+                request_serializer=decode_pb2.DecodeRequest.SerializeToString,
+                response_deserializer=decode_pb2.DecodeResponse.FromString,
+            )
+        )
 
     async def prefill(
-        self, ref: AttemptRef, request: GenerationRequest, forced: Sequence[int], decode: WorkerInfo, time_left_s: float
+        self,
+        ref: AttemptRef,
+        request: GenerationRequest,
+        forced: Sequence[int],
+        decode: WorkerInfo,
+        time_left_s: float,
+        on_received: Callable[[], None],
     ) -> PrefillResult:
-        """Computes the prompt there; returns when token 0 is sampled. Raises CallFailedError."""
+        """Computes the prompt there; returns when token 0 is sampled. Raises CallFailedError.
+
+        `on_received` is called when the worker says that it has the request.
+        """
         message = prefill_pb2.PrefillRequest(
             work=messages.work(ref, self._gateway, request, forced, time_left_s), decode=messages.peer(decode)
         )
-        answer = await _call(self._prefill.Prefill(message, timeout=time_left_s))
+        call = self._open_prefill(message, timeout=time_left_s)
+        answer: prefill_pb2.PrefillResponse = await _call(rpc.until_answered(call, on_received))
         return PrefillResult(
             num_cached_tokens=answer.num_cached_tokens,
             queue_s=answer.queue_s,
@@ -117,12 +142,17 @@ class WorkerLink:
         forced: Sequence[int],
         prefill: WorkerInfo | None,
         time_left_s: float,
+        on_received: Callable[[], None],
     ) -> DecodeResult:
-        """Generates there, to the end; without `prefill` it computes the prompt too. Raises CallFailedError."""
+        """Generates there, to the end; without `prefill` it computes the prompt too. Raises CallFailedError.
+
+        `on_received` is called when the worker says that it has the request.
+        """
         message = decode_pb2.DecodeRequest(work=messages.work(ref, self._gateway, request, forced, time_left_s))
         if prefill is not None:
             message.prefill.CopyFrom(messages.peer(prefill))
-        answer = await _call(self._decode.Decode(message, timeout=time_left_s))
+        call = self._open_decode(message, timeout=time_left_s)
+        answer: decode_pb2.DecodeResponse = await _call(rpc.until_answered(call, on_received))
         return DecodeResult(
             finish=messages.finish(answer.finish_reason),
             num_output_tokens=answer.num_output_tokens,

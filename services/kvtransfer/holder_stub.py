@@ -11,6 +11,7 @@ from grpc import aio
 
 from services.kvtransfer import codec
 from services.kvtransfer.feed import Progress
+from services.kvtransfer.leases import NOT_HELD, ReleaseAnswer
 from services.kvtransfer.transport import Endpoint, PeerRef
 from services.wire import rpc
 from services.wire.pb import block_transfer_pb2 as transfer_pb
@@ -104,8 +105,8 @@ class HolderStub:
             raise _link_error(error) from error
         return list(response.expired_handoff_ids)
 
-    async def release(self, handoff_id: str, corrupt_indices: Iterable[int] = ()) -> bool:
-        """Whether the lease held, asked again while no answer comes; False where none comes in time."""
+    async def release(self, handoff_id: str, corrupt_indices: Iterable[int] = ()) -> ReleaseAnswer:
+        """Whether the lease held, asked again while no answer comes; not held where none comes in time."""
         request = transfer_pb.ReleaseRequest(
             caller=codec.process_id(self._me().peer),
             handoff_id=handoff_id,
@@ -117,12 +118,13 @@ class HolderStub:
         while now() < deadline_s:
             try:
                 response = await self._stub.Release(request, timeout=self._limits.call_s)
-                return bool(response.held)
+                since_s = response.since_complete_s if response.HasField("since_complete_s") else None
+                return ReleaseAnswer(response.held, since_s)
             except aio.AioRpcError as error:
                 if _link_error(error).refused:
-                    return False
+                    return NOT_HELD
                 await asyncio.sleep(RETRY_S)
-        return False
+        return NOT_HELD
 
     async def close(self) -> None:
         """Ends the channel and every call on it."""

@@ -43,16 +43,28 @@ class LeaseClosed:
     corrupt_indices: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ReleaseAnswer:
+    """What a release is answered, however often it is repeated."""
+
+    held: bool  # from open to release
+    since_complete_s: float | None = None  # token 0 sampled to the first release; None: it was not sampled by then
+
+
+NOT_HELD = ReleaseAnswer(held=False)
+
+
 @dataclass(slots=True)
 class _Lease:
     block_ids: tuple[int, ...]
     expires_s: float
     complete: bool = False
+    sampled_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Tombstone:
-    held: bool
+    answer: ReleaseAnswer
     until_s: float
 
 
@@ -89,36 +101,39 @@ class LeaseTable:
                     over.append(handoff_id)
         return over
 
-    def complete(self, handoff_id: str) -> None:
-        """Everything is readable: a release from now on means success, no longer a cancel."""
+    def complete(self, handoff_id: str, sampled_s: float | None = None) -> None:
+        """Everything is readable: a release from now on means success, no longer a cancel. Token 0 came `sampled_s`."""
         with self._lock:
             if lease := self._leases.get(handoff_id):
                 lease.complete = True
+                lease.sampled_s = lease.sampled_s if sampled_s is None else sampled_s
 
-    def release(self, handoff_id: str, corrupt_indices: Sequence[int], now: float) -> bool:
-        """Ends the lease for the puller. True where it held from open to now; repeated, it answers the same.
+    def release(self, handoff_id: str, corrupt_indices: Sequence[int], now: float) -> ReleaseAnswer:
+        """Ends the lease for the puller, held where it was open until now; repeated, it answers the same.
 
         Releasing what never opened leaves a tombstone, so that it never will.
         """
         with self._lock:
             if tombstone := self._tombstones.get(handoff_id):
-                return tombstone.held
+                return tombstone.answer
             lease = self._leases.get(handoff_id)
             outcome = LeaseOutcome.RELEASED if lease and lease.complete else LeaseOutcome.CANCELLED
-            self._end(handoff_id, outcome, now, held=lease is not None, corrupt=tuple(corrupt_indices))
-            return lease is not None
+            sampled_s = lease.sampled_s if lease else None
+            answer = ReleaseAnswer(lease is not None, None if sampled_s is None else now - sampled_s)
+            self._end(handoff_id, outcome, now, answer, tuple(corrupt_indices))
+            return answer
 
     def close(self, handoff_id: str, now: float) -> None:
         """Ends the lease for the holder, who cannot keep what it offered; idempotent."""
         with self._lock:
             if handoff_id not in self._tombstones:
-                self._end(handoff_id, LeaseOutcome.CANCELLED, now, held=False)
+                self._end(handoff_id, LeaseOutcome.CANCELLED, now)
 
     def sweep(self, now: float) -> list[LeaseClosed]:
         """Every lease that ended since the last sweep, those expired by now included. The engine calls it each tick."""
         with self._lock:
             for handoff_id in [key for key, lease in self._leases.items() if lease.expires_s < now]:
-                self._end(handoff_id, LeaseOutcome.EXPIRED, now, held=False)
+                self._end(handoff_id, LeaseOutcome.EXPIRED, now)
             while self._tombstones and next(iter(self._tombstones.values())).until_s < now:
                 del self._tombstones[next(iter(self._tombstones))]
             closed, self._closed = self._closed, []
@@ -131,9 +146,14 @@ class LeaseTable:
             return len(self._leases) + len(self._closed)
 
     def _end(
-        self, handoff_id: str, outcome: LeaseOutcome, now: float, *, held: bool, corrupt: tuple[int, ...] = ()
+        self,
+        handoff_id: str,
+        outcome: LeaseOutcome,
+        now: float,
+        answer: ReleaseAnswer = NOT_HELD,
+        corrupt: tuple[int, ...] = (),
     ) -> None:
-        self._tombstones[handoff_id] = _Tombstone(held, now + self._tombstone_s)
+        self._tombstones[handoff_id] = _Tombstone(answer, now + self._tombstone_s)
         if lease := self._leases.pop(handoff_id, None):
             self._closed.append(LeaseClosed(handoff_id, lease.block_ids, outcome, corrupt))
             metrics.LEASES_OPEN.dec()

@@ -91,10 +91,14 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The holder's answer to `release`: whether the lease held throughout. Only then do the blocks count."""
+    """The holder's answer to `release`: whether the lease held throughout. Only then do the blocks count.
+
+    `since_complete_s`: by the holder's clock, from token 0 sampled there to the release arrived there; None: unknown.
+    """
 
     handoff_id: str
     held: bool
+    since_complete_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

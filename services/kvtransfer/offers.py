@@ -88,9 +88,12 @@ class Offers:
             self._leases.complete(handoff_id)
 
     def complete(self, handoff_id: str, first_token: FirstToken) -> None:
-        """The prompt is computed; `progress` has said so. Followers hear of it after all blocks."""
+        """The prompt is computed, `progress` has said so, and token 0 sampled now: what the release is timed from.
+
+        Followers hear of it after all blocks.
+        """
         if handoff_id in self._offers:
-            self._leases.complete(handoff_id)
+            self._leases.complete(handoff_id, self._clock())
             self._thread.submit(lambda: self._tell(self._feed.completed, handoff_id, first_token))
 
     def fail(self, handoff_id: str, reason: str) -> None:

@@ -181,9 +181,9 @@ class PeerLink:
     # Endings.
 
     async def _release(self, handoff_id: str, corrupt_indices: tuple[int, ...]) -> None:
-        held = await self._holder.release(handoff_id, corrupt_indices)
+        answer = await self._holder.release(handoff_id, corrupt_indices)
         self._end(handoff_id)
-        self._post(Released(handoff_id, held))
+        self._post(Released(handoff_id, answer.held, answer.since_complete_s))
 
     async def _cancel(self, handoff_id: str) -> None:
         await self._holder.release(handoff_id)

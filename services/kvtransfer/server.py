@@ -90,9 +90,9 @@ class BlockTransferServicer(transfer_grpc.BlockTransferServiceServicer):
         await self._check(request.caller, context)
         if request.holder_epoch != self._me().peer.epoch:
             await _refuse(context, f"holder_epoch: {request.holder_epoch} is over")
-        held = self._leases.release(request.handoff_id, request.corrupt_indices, self._clock())
+        answer = self._leases.release(request.handoff_id, request.corrupt_indices, self._clock())
         self._post(LeasesChanged())
-        return transfer_pb.ReleaseResponse(held=held)
+        return transfer_pb.ReleaseResponse(held=answer.held, since_complete_s=answer.since_complete_s)
 
     async def _read_follows(
         self,

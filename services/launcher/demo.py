@@ -3,8 +3,9 @@
 1. The model is fetched; NATS, the directory, one prefill worker, one decode worker and the gateway start.
 2. A first request, not timed, makes the connections. Then a short question and one behind a prompt of about 1,500
    tokens are asked, and their answers streamed.
-3. For each: the stages as the processes measured them beside the total that the client measured, the bytes and blocks
-   that NIXL moved, and how much of the transfer hid behind the prefill.
+3. For each: the stages (`services/gateway/timeline.py` says what each spans), each timed by one process on its own
+   clock, beside the total that the client measured; the bytes and blocks that NIXL moved, and how much of the transfer
+   hid behind the prefill.
 4. It fails unless the short answer says Paris, both went through both pools, and the stages explain the total.
 """
 

@@ -13,7 +13,7 @@ _BAR = 40
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request. Each stage was timed by the process it ran in; none is a difference of the others."""
+    """One request. Each stage was timed by one process, on its own clock; none is a difference of the others."""
 
     path: str  # disaggregated, colocated
     stages_s: Mapping[str, float]  # in order
@@ -34,7 +34,11 @@ class Timeline:
 
     @property
     def hidden_share(self) -> float:
-        """How much of the transfer ran behind the prefill: 1 - exposed / transfer, at least 0."""
+        """How much of the transfer ran behind the prefill: 1 - exposed / transfer, at least 0.
+
+        Exposed is from the first token sampled to the release arrived at the prefill worker, so with the way of the
+        news and of the release: of a transfer that takes no longer than these, nothing counts as hidden.
+        """
         return max(0.0, 1 - self.stages_s["exposed_transfer"] / self.transfer_s) if self.transfer_s > 0 else 0.0
 
 

@@ -2,17 +2,21 @@
 
 1. `run(main)` starts an event loop (uvloop) and calls `main(process)`.
 2. The process is ready once `process.ready` is set and nothing else is missing.
-3. SIGTERM or SIGINT sets `process.draining`; main finishes what runs, within its drain time, and returns.
+3. SIGTERM or SIGINT sets `process.draining`; main finishes what runs, within its drain time, and returns. While the
+   process waits for something to start with, it ends at once.
 4. A second signal ends the wait: `process.leave_now` is set.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import uvloop
 
@@ -48,7 +52,10 @@ class Process:
 
 
 def run(settings: ProcessSettings, role: str, main: Callable[[Process], Awaitable[None]]) -> None:
-    """Runs `main` until it returns; what it raises ends the process with a traceback and status 1."""
+    """Runs `main` until it returns, then leaves at once; what it raises ends the process with a traceback and status 1.
+
+    Does not return: exit handlers of the interpreter are not run.
+    """
 
     async def body() -> None:
         process = Process(settings, role)
@@ -56,6 +63,21 @@ def run(settings: ProcessSettings, role: str, main: Callable[[Process], Awaitabl
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.on_signal)
-        await main(process)
+        work = asyncio.ensure_future(main(process))
+        told = asyncio.create_task(process.draining.wait())
+        await asyncio.wait((work, told), return_when=asyncio.FIRST_COMPLETED)
+        if told.done() and not work.done() and process.waits_for is not None:
+            log.get_logger().info("told to leave while starting", waits_for=process.waits_for)
+            _leave()  # nothing has begun, and a thread that loads a model would be waited for
+        told.cancel()
+        await work
 
     uvloop.run(body())
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """Ends the process with status 0, all being closed: unloading torch module by module would take another second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+RECEIVED = (("pdserve-received", "1"),)  # initial metadata: the server has the request
 
 _LIMITS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -31,10 +34,34 @@ _CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.use_local_subchannel_pool", 1),  # a restarted peer must not inherit an old connection's backoff
 )
 
+Answer = TypeVar("Answer")
+
 
 def channel(address: str) -> aio.Channel:
     """A channel to `host:port`; the caller closes it."""
     return aio.insecure_channel(address, options=list(_CHANNEL_OPTIONS))
+
+
+async def until_answered(call: aio.UnaryStreamCall[Any, Answer], on_received: Callable[[], None]) -> Answer:
+    """The one answer of a unary method; `on_received` is called when the server says RECEIVED, if it ever does.
+
+    The method is to be called as if it streamed its answer, which on the wire is the same: of a unary call grpc.aio
+    hands out the initial metadata only together with the answer. Raises grpc.RpcError.
+    """
+    listening = asyncio.create_task(_listen(call, on_received))
+    try:
+        answer: Answer = await call.read()
+        if await call.code() is not grpc.StatusCode.OK:
+            await call.read()  # raises it
+        return answer
+    finally:
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+
+
+async def _listen(call: aio.UnaryStreamCall[Any, Answer], on_received: Callable[[], None]) -> None:
+    if dict(await call.initial_metadata()).get(RECEIVED[0][0]) == RECEIVED[0][1]:
+        on_received()
 
 
 class RpcServer:

@@ -1,12 +1,14 @@
 """The part of both gRPC services that is the same: admit an attempt, wait for its end, renew, cancel, sweep.
 
-Life of a call: `serve` admits the attempt, posts its arrival to the engine and waits for its end. The attempt is
-released when the caller hangs up, cancels, is fenced by a higher attempt, or stops renewing. On the event loop.
+Life of a call: `serve` tells the gateway that it came (initial metadata), admits the attempt, posts its arrival to the
+engine and waits for its end. The attempt is released when the caller hangs up, cancels, is fenced by a higher attempt,
+or stops renewing. On the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from services.engine.sequence import Sequence
 from services.runtime import log
 from services.runtime.process import Process
 from services.wire.pb import common_pb2
+from services.wire.rpc import RECEIVED
 from services.worker.attempts import AttemptBook, FencedError
 from services.worker.intake import Attempt, GatewayRef, RefusedWorkError
 from services.worker.outlet import Failure, Outlet
@@ -34,6 +37,7 @@ class CancelAttempt:
     handoff_id: str
     reason: str
     code: str = "CANCELLED"  # name of the gRPC status that its call ends with
+    by_gateway: bool = False  # asked for with Cancel: whoever waits for the call wants to know how far it came
 
 
 class Desk:
@@ -57,6 +61,7 @@ class Desk:
         self, attempt: Attempt, seq: Sequence, arrival: object, context: aio.ServicerContext[Any, Any]
     ) -> object:
         """Posts `arrival` and returns how the attempt ended; every failure aborts the call with its status."""
+        await _say_received(context)  # first: once the engine computes, what is sent waits for its turn
         if self._process.draining.is_set():
             await context.abort(grpc.StatusCode.UNAVAILABLE, "draining: takes no more work")
         self._release(self._book.hear(attempt.gateway), "its gateway was restarted")
@@ -80,7 +85,7 @@ class Desk:
 
     def cancel(self, request: common_pb2.CancelRequest) -> common_pb2.CancelResponse:
         """Ends an attempt, also one that has not come yet."""
-        self._cancel(request.attempt.handoff_id, request.reason[:200] or "cancelled")
+        self._cancel(request.attempt.handoff_id, request.reason[:200] or "cancelled", by_gateway=True)
         return common_pb2.CancelResponse()
 
     def renew(self, request: common_pb2.RenewRequest) -> common_pb2.RenewResponse:
@@ -123,9 +128,15 @@ class Desk:
             log.get_logger().info("attempt released", handoff_id=attempt.handoff_id, reason=reason)
             self._cancel(attempt.handoff_id, reason)
 
-    def _cancel(self, handoff_id: str, reason: str) -> None:
+    def _cancel(self, handoff_id: str, reason: str, *, by_gateway: bool = False) -> None:
         if self._book.cancel(handoff_id) is not None:
-            self._post(CancelAttempt(handoff_id, reason))
+            self._post(CancelAttempt(handoff_id, reason, by_gateway=by_gateway))
+
+
+async def _say_received(context: aio.ServicerContext[Any, Any]) -> None:
+    """Tells the gateway that the request is here. To one that has hung up: its call is cancelled anyway."""
+    with contextlib.suppress(aio.BaseError):
+        await context.send_initial_metadata(RECEIVED)
 
 
 async def refuse(context: aio.ServicerContext[Any, Any], error: RefusedWorkError | ValueError) -> None:

@@ -30,6 +30,14 @@ class Ended:
 
     handoff_id: str
     outcome: object
+    cancelled: bool = False  # given up by its gateway, whatever the outcome says
+
+    @property
+    def label(self) -> str:
+        """In a metric's words: done, cancelled, or how it failed. Of what is not done nobody will ask the tokens."""
+        if isinstance(self.outcome, Failure):
+            return self.outcome.code.lower()
+        return "cancelled" if self.cancelled else "done"
 
 
 class Outlet:
@@ -48,9 +56,9 @@ class Outlet:
         """Something happened to a choice in this turn."""
         self._events.append(event)
 
-    def end(self, handoff_id: str, outcome: object) -> None:
+    def end(self, handoff_id: str, outcome: object, *, cancelled: bool = False) -> None:
         """An attempt ended in this turn."""
-        self._ended.append(Ended(handoff_id, outcome))
+        self._ended.append(Ended(handoff_id, outcome, cancelled))
 
     def flush(self) -> None:
         """Hands this turn's news over."""
@@ -84,9 +92,8 @@ class Outlet:
         for message in messages:
             self._messages.put_nowait(message)
         for each in ended:
-            failed = isinstance(each.outcome, Failure)
-            gauges.ATTEMPTS.labels(each.outcome.code.lower() if isinstance(each.outcome, Failure) else "done").inc()
-            if failed:
+            gauges.ATTEMPTS.labels(each.label).inc()
+            if each.label != "done":
                 self._log.forget([each.handoff_id])
             future = self._calls.pop(each.handoff_id, None)
             if future is not None and not future.done():

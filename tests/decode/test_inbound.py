@@ -43,6 +43,15 @@ def test_whole_needs_room_every_block_and_the_first_token() -> None:
     assert not handoff.is_whole
 
 
+def test_the_exposed_transfer_is_the_holders_word_else_decodes_own() -> None:
+    handoff = inbound()
+    assert handoff.exposed_s(runnable_s=9.0) == 0.0  # never heard that the prompt is computed
+    handoff.complete_s = 7.0
+    assert handoff.exposed_s(runnable_s=9.0) == 2.0
+    handoff.since_complete_s = 0.5
+    assert handoff.exposed_s(runnable_s=9.0) == 0.5
+
+
 def test_another_prompts_blocks_are_refused() -> None:
     with pytest.raises(HandoffMismatchError, match="num_tokens"):
         inbound().announced(41, 3, ())

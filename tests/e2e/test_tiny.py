@@ -46,6 +46,23 @@ def test_one_token(tiny_house: House, mode: str) -> None:
     tiny_house.assert_books_close(LEASE_MARGIN_S)
 
 
+def test_a_stop_string_leaves_an_account(tiny_house: House, mode: str) -> None:
+    """The gateway finds it and cancels: decode still says what it did, and what it had cached."""
+    prompt = random_prompts((100,), seed=6)[0]
+    body = {"model": TINY, "prompt": prompt, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    reply = tiny_house.client.post(f"{tiny_house.deployment.gateway_url}/v1/completions", json=body).json()
+    stop = max(reply["choices"][0]["text"][20:150].split("\ufffd"), key=len)  # no part of a character
+    for number in range(2):
+        answer = tiny_house.complete(prompt, 300, stop=stop)
+        assert answer.finish_reason == "stop" and len(answer.token_ids) < 300
+        view = tiny_house.timeline(answer.request_id)
+        assert view["stages"]["decode"] > 0 and view["num_attempts"] == 1, number
+        cached = answer.usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached == 96  # the first request left 6 full blocks
+        assert (view["num_pulled_blocks"] > 0) is (mode != "colocated")
+    tiny_house.assert_books_close(LEASE_MARGIN_S)
+
+
 def test_eviction(tiny_house: House) -> None:
     """Twice the pool's blocks go through it; what was evicted is computed again, and right."""
     prompts = random_prompts((300,) * 7, seed=3)

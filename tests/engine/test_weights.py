@@ -1,13 +1,18 @@
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from transformers import AutoConfig
 
 from services.engine.models.general import GeneralModel
 from services.engine.models.interface import UnsupportedModelError
 from services.engine.models.lean import LeanModel, pack
+from services.engine.stored_weights import StoredWeights
 from services.engine.weights import choose_dtype, load_model
 from services.runtime.model_store import resolve
 
@@ -62,6 +67,53 @@ def test_only_safetensors_are_read(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "model" / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
         load_model(tmp_path / "model", "float32")
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+    folder = resolve(TINY)
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    whole = StoredWeights(folder)
+    names = sorted(whole)
+    weight_map = {name: f"model-{1 + (n % 2):05}-of-00002.safetensors" for n, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        mine = {name: whole[name] for name in names if weight_map[name] == shard}
+        safetensors.torch.save_file(mine, tmp_path / "model" / shard)
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    sharded = StoredWeights(tmp_path / "model")
+    assert sorted(sharded) == names
+    assert all(torch.equal(sharded[name], whole[name]) for name in names)
+    (tmp_path / "model" / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00002"):
+        load_model(tmp_path / "model", "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}, "no place for: .*o_proj.bias"),
+        ({"model.layers.1.mlp.up_proj.weight": None}, "no weight model.layers.1.mlp.up_proj.weight"),
+        ({"model.layers.1.mlp.up_proj.weight": torch.zeros(2, 2, dtype=torch.float16)}, "float16"),
+    ],
+)
+def test_weights_that_are_not_of_the_shape_are_refused(change: dict[str, torch.Tensor | None], complaint: str) -> None:
+    folder = resolve(TINY)
+    weights = {name: tensor for name, tensor in {**StoredWeights(folder), **change}.items() if tensor is not None}
+    with pytest.raises(UnsupportedModelError, match=complaint):
+        LeanModel(AutoConfig.from_pretrained(folder), weights)
+
+
+def test_a_worker_on_the_lean_path_imports_no_modelling_code() -> None:
+    """Start-up: `transformers` modelling code and torch's compiler take longer to import than the model to load."""
+    code = (
+        "import sys, services.decode.server, services.prefill.server\n"
+        "from services.engine.weights import load_model\n"
+        f"print(type(load_model({TINY!r}, 'float32')).__name__)\n"
+        "print('torch._dynamo' in sys.modules, 'transformers.modeling_utils' in sys.modules)\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    expected = ["LeanModel", "False", "False"] if shutil.which("g++") else ["GeneralModel", "True", "True"]
+    assert shown == expected
 
 
 def test_a_family_that_is_unknown_is_refused(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ class Script:
     model: str
     reply: list[int]
     step_s: float = 0.002
+    receive_s: float = 0.0  # before a worker says that it has a request; negative: it never says so
     prefill_s: float = 0.005
+    account_s: float = 0.0  # from a choice's last token to the decode call's answer
     prefilled: dict[str, asyncio.Event] = field(default_factory=dict)  # by handoff id: its KV is ready
 
     def token(self, index: int) -> int:
@@ -160,6 +162,9 @@ class FakeWorker:
             await self.thawed.wait()
             if failure := self.fail_with(work):
                 await context.abort(*failure)
+            if self.script.receive_s >= 0:
+                await asyncio.sleep(self.script.receive_s)
+                await context.send_initial_metadata(rpc.RECEIVED)
             yield
         except asyncio.CancelledError:
             self.cancelled_calls.append(work.attempt.handoff_id)
@@ -246,6 +251,7 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
                     stopping.cancel()
                 if held.cancelled.is_set():
                     held.finish = common_pb2.FINISH_REASON_CANCELLED
+                await asyncio.sleep(worker.script.account_s)
             except asyncio.CancelledError:
                 del worker.held[handoff_id]
                 raise

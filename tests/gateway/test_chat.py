@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.conftest import REPLY, WorldMaker, until
+from tests.gateway.conftest import REPLY, World, WorldMaker, until
 
 pytestmark = pytest.mark.anyio
 
@@ -216,7 +216,9 @@ async def test_the_timeline_of_a_request(world: WorldMaker) -> None:
             assert view["path"] == "disaggregated" and view["num_attempts"] == 1
             assert view["prefill_worker"] == "p0" and view["decode_worker"] == "d0"
             stages = view["stages"]
-            assert list(stages) == ["tokenise", "queue", "prefill", "exposed_transfer", "first_decode", "decode"]
+            workers_own = ["queue", "prefill", "exposed_transfer", "first_decode", "decode"]
+            assert list(stages) == ["tokenise", "dispatch", *workers_own, "delivery"]
+            assert stages["dispatch"] > 0 and stages["delivery"] > 0
             assert stages["queue"] == 0.001 and stages["prefill"] == w.script.prefill_s
             assert stages["exposed_transfer"] == 0.001 and stages["first_decode"] == 0.002
             assert stages["decode"] == 5 * w.script.step_s
@@ -229,7 +231,44 @@ async def test_the_timeline_of_a_request(world: WorldMaker) -> None:
         answer = await w.http.post("/v1/chat/completions", json=chat(max_tokens=5))
         view = (await w.http.get(f"/debug/requests/{answer.json()['id']}")).json()
         assert view["path"] == "colocated" and view["stages"]["prefill"] == 0.002
+        assert view["stages"]["dispatch"] > 0
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+
+
+async def stages_of(w: World, **more: Any) -> dict[str, float]:
+    answer = await w.http.post("/v1/chat/completions", json=chat(**({"max_tokens": 5} | more)))
+    found: dict[str, float] = (await w.http.get(f"/debug/requests/{answer.headers['x-request-id']}")).json()["stages"]
+    return found
+
+
+@pytest.mark.parametrize("prefills", [0, 1])
+async def test_dispatch_ends_when_the_worker_says_that_it_has_the_request(world: WorldMaker, prefills: int) -> None:
+    async with world(prefills=prefills) as w:
+        w.script.receive_s, w.script.prefill_s, w.script.step_s = 0.1, 0.5, 0.1
+        stages = await stages_of(w)
+        assert 0.1 <= stages["dispatch"] < 0.5  # either worker takes half a second and more from there
+        w.script.receive_s = -1
+        assert (await stages_of(w))["dispatch"] == 0.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_delivery_begins_when_the_last_token_arrives(world: WorldMaker, stream: bool) -> None:
+    async with world() as w:
+        w.script.account_s, w.script.step_s = 0.2, 0.1
+        stages = await stages_of(w, stream=stream)
+        assert 0.2 <= stages["delivery"] < 0.6  # the account is waited for; all tokens together take 0.5 s
+
+
+@pytest.mark.parametrize("prefills", [0, 1])
+async def test_a_stop_string_leaves_an_account(world: WorldMaker, prefills: int) -> None:
+    async with world(prefills=prefills) as w:
+        w.script.step_s = 0.01
+        answer = await w.http.post("/v1/chat/completions", json=chat(stop="Paris"))
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == (3 if prefills else 2)
+        view = (await w.http.get(f"/debug/requests/{answer.json()['id']}")).json()
+        assert view["stages"]["decode"] > 0 and view["stages"]["delivery"] > 0
+        assert view["attempts"][0]["failure"] is None
 
 
 async def test_ended_attempts_are_acknowledged(world: WorldMaker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -88,6 +89,7 @@ def test_blocks_move_chunk_by_chunk_while_the_prompt_is_computed(monkeypatch: py
 
         holder.offers.progress("h", 40)  # nothing new
         holder.offers.progress("h", 70)
+        sampled_s = time.monotonic()
         holder.offers.complete("h", TOKEN)
         ready = await puller.message(HandoffReady)
         assert [(b.index, b.block_id) for b in ready.blocks] == [(2, 30), (3, 4), (4, 11)]
@@ -98,7 +100,9 @@ def test_blocks_move_chunk_by_chunk_while_the_prompt_is_computed(monkeypatch: py
         assert puller.fetches.writable() == {}
 
         puller.fetches.release("h")
-        assert await puller.message(Released) == Released("h", held=True)
+        released = await puller.message(Released)
+        assert released.handoff_id == "h" and released.held
+        assert released.since_complete_s is not None and 0 < released.since_complete_s < time.monotonic() - sampled_s
         closed = await holder.ended()
         assert (closed.handoff_id, closed.block_ids) == ("h", tuple(remote))
         assert closed.outcome is LeaseOutcome.RELEASED

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kvtransfer.leases import LeaseClosed, LeaseOutcome, LeaseTable
+from services.kvtransfer.leases import LeaseClosed, LeaseOutcome, LeaseTable, ReleaseAnswer
 
 
 def test_a_lease_that_is_renewed_lives_and_one_that_is_not_expires() -> None:
@@ -18,7 +18,7 @@ def test_a_lease_that_is_renewed_lives_and_one_that_is_not_expires() -> None:
     assert table.sweep(now=105.1) == [LeaseClosed("b", (3,), LeaseOutcome.EXPIRED)]
     assert table.renew(["a", "b"], now=108.9) == ["b"]
     assert table.sweep(now=113.0) == []
-    assert table.release("b", (), now=113.0) is False
+    assert table.release("b", (), now=113.0).held is False
     assert table.num_open == 1
 
 
@@ -33,24 +33,37 @@ def test_release_says_held_again_and_again_and_reports_once() -> None:
     table = LeaseTable()
     table.open("a", [7, 8], now=0.0)
     table.complete("a")
-    assert table.release("a", [1], now=1.0) is True
-    assert table.release("a", [], now=1.1) is True
+    assert table.release("a", [1], now=1.0).held is True
+    assert table.release("a", [], now=1.1).held is True
     assert table.num_open == 1  # its blocks are not given back yet
     assert table.sweep(now=1.2) == [LeaseClosed("a", (7, 8), LeaseOutcome.RELEASED, (1,))]
     assert table.sweep(now=1.3) == []
     assert table.num_open == 0
 
 
+def test_a_release_tells_how_long_ago_token_0_was_sampled() -> None:
+    table = LeaseTable()
+    for name in ("a", "b"):
+        table.open(name, [7], now=0.0)
+        table.complete(name)  # all is readable, nothing sampled yet
+    table.complete("a", sampled_s=2.0)
+    table.complete("a")
+    assert table.release("a", [], now=2.5) == ReleaseAnswer(held=True, since_complete_s=0.5)
+    assert table.release("a", [], now=9.0) == ReleaseAnswer(held=True, since_complete_s=0.5)  # the first one counts
+    assert table.release("b", [], now=2.5) == ReleaseAnswer(held=True, since_complete_s=None)
+    assert table.release("never opened", [], now=2.5) == ReleaseAnswer(held=False, since_complete_s=None)
+
+
 def test_a_release_before_all_is_readable_is_a_cancel() -> None:
     table = LeaseTable()
     table.open("a", [7], now=0.0)
-    assert table.release("a", [], now=1.0) is True
+    assert table.release("a", [], now=1.0).held is True
     assert table.sweep(now=1.0) == [LeaseClosed("a", (7,), LeaseOutcome.CANCELLED)]
 
 
 def test_a_cancel_that_overtakes_its_request_wins_until_the_tombstone_falls() -> None:
     table = LeaseTable(tombstone_s=60.0)
-    assert table.release("a", [], now=0.0) is False
+    assert table.release("a", [], now=0.0).held is False
     assert table.open("a", [1], now=1.0) is False
     table.close("a", now=2.0)
     assert table.sweep(now=59.0) == []
@@ -66,7 +79,7 @@ def test_the_holder_may_close_and_an_open_lease_cannot_open_again() -> None:
         table.open("a", [2], now=0.0)
     table.close("a", now=1.0)
     table.close("a", now=1.0)
-    assert table.release("a", [], now=2.0) is False
+    assert table.release("a", [], now=2.0).held is False
     assert [closed.outcome for closed in table.sweep(now=3.0)] == [LeaseOutcome.CANCELLED]
 
 
@@ -89,7 +102,7 @@ def test_whatever_happens_every_lease_is_given_back_once(steps: list[tuple[str, 
             table.renew([name], float(now))
         elif what == "release":
             first = table.release(name, [], float(now))
-            assert table.release(name, [], float(now)) is first
+            assert table.release(name, [], float(now)) == first
         elif what == "close":
             table.close(name, float(now))
         elif what == "complete":

@@ -375,17 +375,26 @@ class ReleaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELD_FIELD_NUMBER: _builtins.int
+    SINCE_COMPLETE_S_FIELD_NUMBER: _builtins.int
     held: _builtins.bool
     """the lease held from offer to release"""
+    since_complete_s: _builtins.float
+    """On the holder's clock: from token 0 having been sampled there to the first Release of this handoff having arrived. So
+    it spans the news to the puller, what was still to pull and verify, and the way of the Release; not the way of this
+    answer. Absent: token 0 was not sampled when the Release came.
+    """
     def __init__(
         self,
         *,
         held: _builtins.bool = ...,
+        since_complete_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_since_complete_s", b"_since_complete_s", "since_complete_s", b"since_complete_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_complete_s", b"_since_complete_s", "held", b"held", "since_complete_s", b"since_complete_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__since_complete_s: _TypeAlias = _typing.Literal["since_complete_s"]  # noqa: Y015
+    _WhichOneofArgType__since_complete_s: _TypeAlias = _typing.Literal["_since_complete_s", b"_since_complete_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__since_complete_s) -> _WhichOneofReturnType__since_complete_s | None: ...
 
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015

@@ -75,7 +75,9 @@ class DecodeResponse(_message.Message):
     transfer_s: _builtins.float
     """first pull posted to last block verified"""
     exposed_transfer_s: _builtins.float
-    """prompt computed (as decode heard it) to runnable: what did not hide behind the prefill"""
+    """What did not hide behind the prefill: ReleaseResponse.since_complete_s, so token 0 sampled to Release arrived, by the
+    holder's clock. Where the holder did not say: from hearing that the prompt is computed to runnable, by decode's clock.
+    """
     first_decode_s: _builtins.float
     """runnable to the first token made here"""
     decode_s: _builtins.float

@@ -63,7 +63,9 @@ class DecodeServiceServicer:
     """
 
     def Decode(self, request, context):
-        """Stays open until the choice has ended or failed. Tokens travel by NATS; closing the call cancels the attempt.
+        """Stays open until the choice has ended or failed. Tokens travel by NATS; closing the call cancels the attempt. Initial
+        metadata "pdserve-received" comes as soon as the worker has the attempt. A choice that the gateway ends with Cancel is
+        answered too: FINISH_REASON_CANCELLED, with counts and times so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

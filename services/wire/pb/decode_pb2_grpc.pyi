@@ -35,7 +35,10 @@ class DecodeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Decode: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
-    """Stays open until the choice has ended or failed. Tokens travel by NATS; closing the call cancels the attempt."""
+    """Stays open until the choice has ended or failed. Tokens travel by NATS; closing the call cancels the attempt. Initial
+    metadata "pdserve-received" comes as soon as the worker has the attempt. A choice that the gateway ends with Cancel is
+    answered too: FINISH_REASON_CANCELLED, with counts and times so far.
+    """
     Cancel: _grpc.UnaryUnaryMultiCallable[_common_pb2.CancelRequest, _common_pb2.CancelResponse]
     Renew: _grpc.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewResponse]
     Replay: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReplayRequest, _decode_pb2.ReplayResponse]
@@ -47,7 +50,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Decode: _aio.UnaryUnaryMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
-    """Stays open until the choice has ended or failed. Tokens travel by NATS; closing the call cancels the attempt."""
+    """Stays open until the choice has ended or failed. Tokens travel by NATS; closing the call cancels the attempt. Initial
+    metadata "pdserve-received" comes as soon as the worker has the attempt. A choice that the gateway ends with Cancel is
+    answered too: FINISH_REASON_CANCELLED, with counts and times so far.
+    """
     Cancel: _aio.UnaryUnaryMultiCallable[_common_pb2.CancelRequest, _common_pb2.CancelResponse]  # type: ignore[assignment]
     Renew: _aio.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewResponse]  # type: ignore[assignment]
     Replay: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReplayRequest, _decode_pb2.ReplayResponse]  # type: ignore[assignment]
@@ -62,7 +68,10 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.DecodeResponse, _abc.Awaitable[_decode_pb2.DecodeResponse]]:
-        """Stays open until the choice has ended or failed. Tokens travel by NATS; closing the call cancels the attempt."""
+        """Stays open until the choice has ended or failed. Tokens travel by NATS; closing the call cancels the attempt. Initial
+        metadata "pdserve-received" comes as soon as the worker has the attempt. A choice that the gateway ends with Cancel is
+        answered too: FINISH_REASON_CANCELLED, with counts and times so far.
+        """
 
     @_abc_1.abstractmethod
     def Cancel(

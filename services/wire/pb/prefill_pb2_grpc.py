@@ -59,7 +59,7 @@ class PrefillServiceServicer:
 
     def Prefill(self, request, context):
         """Stays open until the prompt is computed and token 0 sampled. The blocks are offered under a lease meanwhile.
-        Closing the call cancels the attempt.
+        Closing the call cancels the attempt. Initial metadata "pdserve-received" comes as soon as the worker has the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class PrefillServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
     """Stays open until the prompt is computed and token 0 sampled. The blocks are offered under a lease meanwhile.
-    Closing the call cancels the attempt.
+    Closing the call cancels the attempt. Initial metadata "pdserve-received" comes as soon as the worker has the request.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_common_pb2.CancelRequest, _common_pb2.CancelResponse]
     Renew: _grpc.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewResponse]
@@ -48,7 +48,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
     """Stays open until the prompt is computed and token 0 sampled. The blocks are offered under a lease meanwhile.
-    Closing the call cancels the attempt.
+    Closing the call cancels the attempt. Initial metadata "pdserve-received" comes as soon as the worker has the request.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_common_pb2.CancelRequest, _common_pb2.CancelResponse]  # type: ignore[assignment]
     Renew: _aio.UnaryUnaryMultiCallable[_common_pb2.RenewRequest, _common_pb2.RenewResponse]  # type: ignore[assignment]
@@ -63,7 +63,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.PrefillResponse, _abc.Awaitable[_prefill_pb2.PrefillResponse]]:
         """Stays open until the prompt is computed and token 0 sampled. The blocks are offered under a lease meanwhile.
-        Closing the call cancels the attempt.
+        Closing the call cancels the attempt. Initial metadata "pdserve-received" comes as soon as the worker has the request.
         """
 
     @_abc_1.abstractmethod
