@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from transformers import AutoConfig
 
+from services.engine.models.fused import FusedModel
 from services.engine.models.interface import DecoderModel, UnsupportedModelError
 from services.engine.models.lean import LeanModel
 from services.engine.stored_weights import StoredWeights
@@ -37,25 +38,38 @@ def load_model(
     name: str | Path,
     dtype: str | torch.dtype = "auto",
     device: torch.device | str = "cpu",
-    path: Literal["auto", "lean", "general"] = "auto",
+    path: Literal["auto", "lean", "fused", "general"] = "auto",
 ) -> DecoderModel:
     """Return the model of a folder, alias or Hugging Face id, ready to run on `device`.
 
-    Only safetensors are read. Raises ModelStoreError where there is no such model, UnsupportedModelError (naming it)
-    where it cannot be served.
+    `auto` takes `lean` for float32 on the CPU and `fused` on CUDA devices, where the model is Llama-shaped, and the
+    general path otherwise. Only safetensors are read. Raises ModelStoreError where there is no such model,
+    UnsupportedModelError (naming it) where it cannot be served.
     """
     folder = resolve(str(name))
     wanted = choose_dtype(dtype, device) if isinstance(dtype, str) else dtype
-    if path != "general" and wanted == torch.float32 and torch.device(device).type == "cpu":
-        try:
-            return LeanModel(AutoConfig.from_pretrained(folder, local_files_only=True), StoredWeights(folder))
-        except UnsupportedModelError as error:
-            if path == "lean":
-                raise
-            log.info("general path: %s", error)
-    elif path == "lean":
-        raise UnsupportedModelError(f"{name}: the lean path computes in float32 on the CPU")
+    own = _own_path(wanted, torch.device(device)) if path == "auto" else path
+    if own == "general":
+        return _general(folder, wanted, device)
+    try:
+        config, weights = AutoConfig.from_pretrained(folder, local_files_only=True), StoredWeights(folder)
+        if own == "fused":
+            return FusedModel(config, weights, wanted, device)
+        if wanted != torch.float32 or torch.device(device).type != "cpu":
+            raise UnsupportedModelError(f"{name}: the lean path computes in float32 on the CPU")
+        return LeanModel(config, weights)
+    except UnsupportedModelError as error:
+        if path != "auto":
+            raise
+        log.info("general path: %s", error)
     return _general(folder, wanted, device)
+
+
+def _own_path(dtype: torch.dtype, device: torch.device) -> Literal["lean", "fused", "general"]:
+    """Which of our own decoders is the fastest there."""
+    if device.type == "cuda":
+        return "fused"
+    return "lean" if device.type == "cpu" and dtype == torch.float32 else "general"
 
 
 def _general(folder: Path, dtype: torch.dtype, device: torch.device | str) -> DecoderModel:

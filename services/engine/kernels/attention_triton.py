@@ -17,6 +17,7 @@ from services.engine.kernels.paging import Paging
 
 MAX_SPLITS = 32
 MIN_SPLIT_TOKENS = 256  # a shorter context is not worth a second pass
+CHUNK_TILE_ROWS = 64
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -146,9 +147,45 @@ def paged_attention(
         splits = num_splits or _choose_splits(paging, layer.shape[2], query.device)
         _launch(query, layer, out, paging, paging.decode_ids, scale, window, softcap, block_q=1, num_splits=splits)
     if paging.chunk_ids:
-        block_q = max(1, 64 // triton.next_power_of_2(group))
-        _launch(query, layer, out, paging, paging.chunk_ids, scale, window, softcap, block_q=block_q, num_splits=1)
+        _launch(
+            query, layer, out, paging, paging.chunk_ids, scale, window, softcap, block_q=chunk_rows(group), num_splits=1
+        )
     return out
+
+
+def chunk_rows(group: int) -> int:
+    """Tokens of a prefill tile: 64 rows, where each token has a row for every query head of the group."""
+    return max(1, CHUNK_TILE_ROWS // int(triton.next_power_of_2(group)))
+
+
+def constants(
+    group: int,
+    head_dim: int,
+    block_size: int,
+    block_q: int,
+    num_splits: int,
+    *,
+    window: bool,
+    softcap: bool,
+    ieee: bool,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The compile-time constants of `_attend` and of `_combine` for one shape of work."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    both = {
+        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_Q": block_q, "NUM_SPLITS": num_splits,
+        "BLOCK_M": max(16, triton.next_power_of_2(block_q * group)),  # tl.dot wants 16 rows
+    }  # fmt: skip
+    attend = {
+        "BLOCK_SIZE": block_size, "BLOCK_N": 64 if block_d <= 128 else 32, "HAS_WINDOW": window, "HAS_SOFTCAP": softcap,
+        "PRECISION": "ieee" if ieee else "tf32",
+    }  # fmt: skip
+    return both | attend, both
+
+
+def options(constants: dict[str, Any]) -> dict[str, Any]:
+    """How a kernel of these constants is compiled; `python -m bench.aot` shows that none spills this way."""
+    large = constants["BLOCK_M"] * constants["BLOCK_D"] > 64 * 64
+    return {"enable_fp_fusion": True, "num_warps": 8 if large else 4, "num_stages": 3}
 
 
 def _launch(
@@ -167,43 +204,31 @@ def _launch(
     _, num_heads, head_dim = query.shape
     num_kv_heads = layer.shape[2]
     group = num_heads // num_kv_heads
+    attend, combine = constants(
+        group, head_dim, layer.shape[3], block_q, num_splits,
+        window=window is not None, softcap=softcap is not None, ieee=query.dtype == torch.float32,
+    )  # fmt: skip
     tile_seqs, tile_offsets = _tiles(paging, ids, block_q, query.device)
     grid = (len(tile_seqs), num_kv_heads, num_splits)
-    block_m = max(16, triton.next_power_of_2(block_q * group))  # tl.dot wants 16 rows
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    block_n = 64 if block_d <= 128 else 32
     longest = max(paging.host_seq_lens[s] for s in ids)
-    split_tokens = -(-longest // (num_splits * block_n)) * block_n
+    split_tokens = -(-longest // (num_splits * attend["BLOCK_N"])) * attend["BLOCK_N"]
     if num_splits > 1:
-        partial = torch.empty((*grid, block_m, block_d), dtype=torch.float32, device=query.device)
-        stats = torch.empty((*grid, 2, block_m), dtype=torch.float32, device=query.device)
+        rows = attend["BLOCK_M"]
+        partial = torch.empty((*grid, rows, attend["BLOCK_D"]), dtype=torch.float32, device=query.device)
+        stats = torch.empty((*grid, 2, rows), dtype=torch.float32, device=query.device)
     else:
         partial = stats = out  # not touched
-    shared: dict[str, Any] = {
-        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_Q": block_q, "BLOCK_M": block_m,
-        "NUM_SPLITS": num_splits,
-    }  # fmt: skip
     _attend[grid](
         query, layer, out, partial, stats, paging.block_tables, paging.seq_lens, paging.query_starts, tile_seqs,
         tile_offsets, scale, softcap or 0.0, window or 0, split_tokens, query.stride(0), query.stride(1),
         out.stride(0), out.stride(1), layer.stride(0), layer.stride(1), layer.stride(2), layer.stride(3),
-        paging.block_tables.stride(0), BLOCK_SIZE=layer.shape[3], BLOCK_N=block_n, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        enable_fp_fusion=True, **shared,
+        paging.block_tables.stride(0), **options(attend), **attend,
     )  # fmt: skip
     if num_splits > 1:
         _combine[grid[:2]](
-            partial,
-            stats,
-            out,
-            paging.query_starts,
-            tile_seqs,
-            tile_offsets,
-            out.stride(0),
-            out.stride(1),
-            enable_fp_fusion=True,
-            **shared,
-        )
+            partial, stats, out, paging.query_starts, tile_seqs, tile_offsets, out.stride(0), out.stride(1),
+            **options(combine), **combine,
+        )  # fmt: skip
 
 
 def _tiles(paging: Paging, ids: list[int], block_q: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
