@@ -69,8 +69,8 @@ async def serve(process: Process, settings: WorkerSettings, role: Role) -> None:
     await admin.start()
     process.waits_for = "loading the model"
     assembly = await asyncio.to_thread(assemble, settings, process.identity)
-    parts = _parts(process, settings, assembly)
-    rpc, address = await _listen(parts, role)
+    parts = make_parts(process, settings, assembly)
+    rpc, address = await listen(parts, role)
     crash: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     life = role.make_life(parts)
     directory = DirectoryClient(settings.directory, role.name, parts.connector) if settings.directory else None
@@ -93,7 +93,8 @@ async def serve(process: Process, settings: WorkerSettings, role: Role) -> None:
         os._exit(1)  # the state of a dead thread is unknown; a new epoch ends all
 
 
-def _parts(process: Process, settings: WorkerSettings, assembly: Assembly) -> Parts:
+def make_parts(process: Process, settings: WorkerSettings, assembly: Assembly) -> Parts:
+    """What lies between an assembly and its role. On the event loop."""
     inbox = Inbox()
     tokens = TokenLog(settings.token_log_mb * 2**20)
     outlet = Outlet(process.identity, tokens, asyncio.get_running_loop())
@@ -103,7 +104,7 @@ def _parts(process: Process, settings: WorkerSettings, assembly: Assembly) -> Pa
     return Parts(process, settings, assembly, connector, inbox, outlet, desk, tokens)
 
 
-async def _listen(parts: Parts, role: Role) -> tuple[RpcServer, str]:
+async def listen(parts: Parts, role: Role) -> tuple[RpcServer, str]:
     """The gRPC server, and the address that others reach it at."""
     settings, assembly = parts.settings, parts.assembly
     rpc = RpcServer()
