@@ -52,9 +52,7 @@ def write(path: Path) -> dict[str, torch.Tensor]:
     types = [gguf.TokenType.CONTROL if n in special else gguf.TokenType.NORMAL for n in range(len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types(
-        [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * (len(tokens) - 257) + [gguf.TokenType.NORMAL]
-    )
+    writer.add_token_types(types)
     writer.add_token_merges(["! !"])
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
