@@ -54,7 +54,7 @@ B = TypeVar("B", bound=GenerationBody)
 
 def make_app(gateway: Gateway) -> ASGIApp:
     """The ASGI application."""
-    app = FastAPI(title="pdserve", version=_version(), docs_url=None, redoc_url=None)
+    app = FastAPI(title="pdserve", version=_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(GatewayError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

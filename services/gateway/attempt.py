@@ -200,11 +200,17 @@ class Attempt:
 
     def _cancel(self, reason: str) -> None:
         for leg, call in self._calls.items():
-            if not call.done() and leg not in self._told:
+            if leg not in self._told and (not call.done() or (leg is Leg.PREFILL and self._lease_is_open)):
                 self._told.add(leg)
                 info = self.route.decode if leg is Leg.DECODE else self.route.prefill
                 if info is not None:
                     self._keeper.cancel(info, self.ref, reason)
+
+    @property
+    def _lease_is_open(self) -> bool:
+        """Whether prefill may hold blocks for a decode worker that will not release them."""
+        taken = self.decode_runs or (self.decode is not None and self.decode.finish in ENDS)
+        return self.prefill is not None and not taken
 
     async def _settle(self, timeout_s: float) -> None:
         await asyncio.wait(self._calls.values(), timeout=timeout_s)

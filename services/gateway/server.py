@@ -16,6 +16,7 @@ import uvicorn
 
 from services.gateway.api import make_app
 from services.gateway.gateway import Gateway
+from services.gateway.http_protocol import BoundedHttpProtocol
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer import Tokenizer
 from services.runtime import log, model_store, process, settings
@@ -68,7 +69,7 @@ async def _serve_http(options: GatewaySettings, life: process.Process, gateway: 
         host=options.host,
         port=options.port,
         loop="none",
-        http="httptools",
+        http=BoundedHttpProtocol,
         lifespan="off",
         log_level="warning",
         access_log=False,

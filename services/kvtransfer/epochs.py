@@ -16,8 +16,15 @@ class EpochBook:
         """True for an epoch that a later one of the same worker has replaced."""
         return epoch in self._over.get(worker_id, ())
 
+    def is_current(self, worker_id: str, epoch: str) -> bool:
+        """True for the epoch that was admitted last."""
+        return self._current.get(worker_id) == epoch
+
     def admit(self, worker_id: str, epoch: str) -> bool:
-        """Makes `epoch` the current one. False where it is over: a delayed message of a past life changes nothing."""
+        """Makes `epoch` the current one. False where it is over: a delayed message of a past life changes nothing.
+
+        Only for an epoch that the process itself has spoken or answered with: hearsay must not depose a live process.
+        """
         if self.is_over(worker_id, epoch):
             return False
         current = self._current.get(worker_id)

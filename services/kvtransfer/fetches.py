@@ -22,7 +22,7 @@ from services.kvtransfer.messages import BlockPull, HandoffFailed, Released
 from services.kvtransfer.peer_link import PeerLink
 from services.kvtransfer.pulls import Pulls
 from services.kvtransfer.transfer_thread import TransferThread
-from services.kvtransfer.transport import Endpoint, PeerRef
+from services.kvtransfer.transport import Endpoint, PeerRef, PeerUnreachableError
 
 
 class Fetches:
@@ -152,20 +152,41 @@ class Fetches:
         self._thread.submit(lambda: self._pulls.unreachable(peer, reason))
 
     def _link(self, peer: PeerRef) -> PeerLink | None:
-        """The link to this life of the peer, hanging up on earlier ones; None where this life is over."""
-        if not self._epochs.admit(peer.worker_id, peer.epoch):
+        """The link to this life of the peer; None where this life is over.
+
+        A life that is only talked of deposes nobody: that happens when the process itself has answered (`_connect`).
+        """
+        if self._epochs.is_over(peer.worker_id, peer.epoch):
             return None
         link = self._links.get(peer.agent_name)
         if link is None:
-            for other in [link for link in self._links.values() if link.peer.worker_id == peer.worker_id]:
-                task = asyncio.create_task(self.forget(other.peer))
-                self._hanging_up.add(task)
-                task.add_done_callback(self._hanging_up.discard)
+            for other in self._others(peer):
+                if other.is_idle and not self._epochs.is_current(peer.worker_id, other.peer.epoch):
+                    self._hang_up(other)  # nobody ever answered there
             link = PeerLink(peer, self._me, self._connect, self._post, self._limits)
             self._links[peer.agent_name] = link
         return link
 
+    def _others(self, peer: PeerRef) -> list[PeerLink]:
+        """Links to other lives of the same worker."""
+        return [
+            link
+            for link in self._links.values()
+            if link.peer.worker_id == peer.worker_id and link.peer.epoch != peer.epoch
+        ]
+
+    def _hang_up(self, link: PeerLink) -> None:
+        task = asyncio.create_task(self.forget(link.peer))
+        self._hanging_up.add(task)
+        task.add_done_callback(self._hanging_up.discard)
+
     async def _connect(self, endpoint: Endpoint) -> None:
+        """The holder has answered, and so is alive: earlier lives of it are over. Raises TransportError."""
+        peer = endpoint.peer
+        if not self._epochs.admit(peer.worker_id, peer.epoch):
+            raise PeerUnreachableError(f"epoch: {peer.epoch} of {peer.worker_id} is over")
+        for other in self._others(peer):
+            self._hang_up(other)
         await asyncio.wrap_future(self._thread.ask(lambda: self._pulls.connect(endpoint)))
 
     def _call(self, work: Callable[..., None], *arguments: Any) -> None:

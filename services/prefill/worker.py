@@ -178,13 +178,14 @@ class PrefillLife:
             self._drop(closed.handoff_id, Failure("ABORTED", f"the lease is {closed.outcome.value}"))
 
     def _drop(self, handoff_id: str, failure: Failure) -> None:
-        """The one way out before the first token; idempotent."""
+        """The one way out before the first token, and of a lease whose handoff nobody wants any more; idempotent."""
         self._cached.pop(handoff_id, None)
         seq = self._scheduler.get(handoff_id)
         if seq is not None and failure.code == "CANCELLED":
             gauges.CANCELLED.labels("queued" if seq.state is SequenceState.WAITING else "prefill").inc()
         self._scheduler.release(handoff_id)
-        if self._attempts.pop(handoff_id, None) is None:
-            return
-        self._offers.fail(handoff_id, failure.reason)
-        self._outlet.end(handoff_id, failure)
+        known = self._attempts.pop(handoff_id, None) is not None
+        if known or handoff_id in self._leased:
+            self._offers.fail(handoff_id, failure.reason)
+        if known:
+            self._outlet.end(handoff_id, failure)

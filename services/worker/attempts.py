@@ -38,7 +38,7 @@ class AttemptBook:
         self._live: dict[str, _Live] = {}  # by handoff id
         self._highest: OrderedDict[str, tuple[int, float]] = OrderedDict()  # request id -> attempt, until
         self._over: OrderedDict[str, float] = OrderedDict()  # handoff id -> until
-        self._epochs: dict[str, str] = {}  # gateway id -> its current epoch
+        self._heard: dict[GatewayRef, float] = {}  # lives of gateways that are not over, and when each last spoke
         self._past: OrderedDict[GatewayRef, float] = OrderedDict()
 
     def __len__(self) -> int:
@@ -69,16 +69,24 @@ class AttemptBook:
         return fenced
 
     def hear(self, gateway: GatewayRef) -> list[Attempt]:
-        """A gateway spoke. If this is a new life of it, its old life's attempts are returned, for release."""
-        known = self._epochs.get(gateway.gateway_id)
-        if known == gateway.epoch or gateway in self._past:
+        """A gateway spoke. Earlier lives of it that have fallen silent are over; their attempts are returned, for
+        release.
+
+        Epochs have no order: one that still speaks is not deposed, whoever has the same name.
+        """
+        now = self._clock()
+        if gateway in self._past:
             return []
-        self._epochs[gateway.gateway_id] = gateway.epoch
-        if known is None:
-            return []
-        past = GatewayRef(gateway.gateway_id, known)
-        self._past[past] = self._clock() + TOMBSTONE_S
-        return [live.attempt for live in self._live.values() if live.attempt.gateway == past]
+        self._heard[gateway] = now
+        silent = [
+            other
+            for other, heard_s in self._heard.items()
+            if other.gateway_id == gateway.gateway_id and now - heard_s > self._renewal_s
+        ]
+        for other in silent:
+            del self._heard[other]
+            self._past[other] = now + TOMBSTONE_S
+        return [live.attempt for live in self._live.values() if live.attempt.gateway in silent]
 
     def renew(self, handoff_ids: Iterable[str]) -> None:
         """Keeps attempts alive from now; unknown ids mean nothing."""
@@ -108,6 +116,8 @@ class AttemptBook:
         for book in (self._over, self._past):
             while book and next(iter(book.values())) < now:
                 book.popitem(last=False)
+        for gateway in [each for each, heard_s in self._heard.items() if now - heard_s > TOMBSTONE_S]:
+            del self._heard[gateway]
         while self._highest and next(iter(self._highest.values()))[1] < now:
             self._highest.popitem(last=False)
         silent = [live for live in self._live.values() if now - live.renewed_s > self._renewal_s and not live.swept]

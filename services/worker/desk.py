@@ -129,7 +129,7 @@ class Desk:
             self._cancel(attempt.handoff_id, reason)
 
     def _cancel(self, handoff_id: str, reason: str, *, by_gateway: bool = False) -> None:
-        if self._book.cancel(handoff_id) is not None:
+        if self._book.cancel(handoff_id) is not None or by_gateway:  # a prefill that has answered may hold a lease
             self._post(CancelAttempt(handoff_id, reason, by_gateway=by_gateway))
 
 

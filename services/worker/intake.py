@@ -66,7 +66,7 @@ def read_sequence(
         eos_token_ids=eos_token_ids,
         output_token_ids=forced,
         num_forced_tokens=len(forced),
-        priority=PriorityClass(work.priority_class) if work.priority_class else PriorityClass.INTERACTIVE,
+        priority=_read_priority(work.priority_class),
         tenant=work.tenant,
         cache_salt=work.cache_salt,
         arrival_s=now,
@@ -75,6 +75,14 @@ def read_sequence(
         itl_target_s=_positive("itl_target_s", work.itl_target_s),
         leaves_after_first_token=leaves_after_first_token,
     )
+
+
+def _read_priority(value: int) -> PriorityClass:
+    """Interactive where none is given, or one that only a newer gateway knows."""
+    try:
+        return PriorityClass(value)
+    except ValueError:
+        return PriorityClass.INTERACTIVE
 
 
 def _read_sampling(sampling: common_pb2.SamplingParams) -> SamplingParams:

@@ -339,6 +339,25 @@ async def test_draining_workers_get_no_new_work_and_finish_what_they_have(world:
         assert len(first.works) == 1
 
 
+async def test_a_prefill_that_has_answered_is_told_when_nobody_takes_its_blocks(world: WorldMaker) -> None:
+    """Its lease would else stay until it expires. A request that ends well tells nobody anything."""
+    async with world() as w:
+        decode, prefill = w.decodes[0], w.prefills[0]
+
+        async def refuse_late(request: Any, context: Any) -> Any:
+            await w.script.kv_ready(request.work.attempt.handoff_id).wait()
+            await asyncio.sleep(0.1)  # prefill's answer has reached the gateway
+            decode.decode_instead = None
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room for the handoff's blocks in time")
+
+        decode.decode_instead = refuse_late
+        assert await stream_text(w) == REPLY
+        first, second = (work.attempt.handoff_id for work in prefill.works)
+        await until(lambda: bool(prefill.cancel_requests))
+        assert prefill.cancel_requests == [first]
+        assert second not in prefill.cancel_requests
+
+
 async def test_cancel_on_disconnect_reaches_both_workers(world: WorldMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world() as w:
         # in mid-prefill

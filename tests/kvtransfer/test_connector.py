@@ -396,6 +396,26 @@ def test_a_restarted_peer_behind_the_same_address_is_another_peer() -> None:
     asyncio.run(body())
 
 
+def test_an_epoch_that_nobody_answers_with_deposes_nobody() -> None:
+    """A dispatch that names a life of the holder which never was is refused; handoffs from the live one go on."""
+
+    async def scenario(holder: Worker, puller: Worker, fabric: FakeFabric) -> None:
+        for number in range(3):
+            stranger = replace(holder.ref, epoch=f"never-{number}")
+            puller.fetches.begin(f"lost-{number}", stranger)
+            failed = await puller.message(HandoffFailed)
+            assert (failed.handoff_id, "never" in failed.reason) == (f"lost-{number}", True)
+            handoff_id = f"h-{number}"
+            holder.offers.open(handoff_id, 16, [1])
+            holder.offers.progress(handoff_id, 16)
+            puller.fetches.begin(handoff_id, holder.ref)
+            puller.fetch(handoff_id, (await puller.message(HandoffReady)).blocks, [8])
+            assert (await puller.message(BlocksFetched)).handoff_id == handoff_id
+        assert len(puller.fetches._links) <= 2, "links to lives that never answered are given up"
+
+    with_pair(scenario)
+
+
 def test_messages_of_and_for_past_epochs_are_refused() -> None:
     async def scenario(holder: Worker, puller: Worker, fabric: FakeFabric) -> None:
         assert await puller.fetches.warm_up(holder.ref) is None

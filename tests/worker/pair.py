@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.decode.server import add_service as add_decode
 from services.decode.worker import DecodeLife
@@ -21,7 +22,7 @@ from services.prefill.server import add_service as add_prefill
 from services.prefill.worker import PrefillLife
 from services.runtime.process import Identity, Process
 from services.worker.assembly import assemble
-from services.worker.engine_thread import EngineThread
+from services.worker.engine_thread import EngineThread, Life
 from services.worker.main import Role, listen, make_parts
 from services.worker.settings import WorkerSettings
 
@@ -46,7 +47,12 @@ class Worker:
     link: WorkerLink
     scheduler: Scheduler
     engine: EngineThread
+    life: Life
     model: str  # class of what computes
+
+    async def books(self) -> dict[str, Any]:
+        """Proven by the engine thread."""
+        return dict(await asyncio.wrap_future(self.engine.ask(self.life.books)))  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +64,21 @@ class Pair:
 
     async def generate(self, prompt: Sequence[int], num_new: int) -> Generated:
         """Greedy, to the last token; the tokens as decode replays them."""
-        handoff_id = f"{random.getrandbits(64):x}"
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 1, num_new, 0, (), ignore_eos=True, logprobs=False, num_top_logprobs=0)
-        request = GenerationRequest(handoff_id, tuple(prompt), sampling, Service("", Priority(2), 0, 0, b"", ""), 60.0)
-        ref = AttemptRef(handoff_id, 1, handoff_id)
+        ref, request = ask(prompt, num_new)
         prefilled, decoded = await asyncio.gather(
             self.prefill.link.prefill(ref, request, (), self.decode.info, 60.0, lambda: None),
             self.decode.link.decode(ref, request, (), self.prefill.info, 60.0, lambda: None),
         )
-        (replayed,) = await self.decode.link.replay({handoff_id: 0}, 5.0)
+        (replayed,) = await self.decode.link.replay({ref.handoff_id: 0}, 5.0)
         return Generated([token.token_id for token in replayed.event.tokens], prefilled, decoded)
+
+
+def ask(prompt: Sequence[int], num_new: int) -> tuple[AttemptRef, GenerationRequest]:
+    """A request under a fresh handoff id."""
+    handoff_id = f"{random.getrandbits(64):x}"
+    sampling = Sampling(0.0, 0, 1.0, 0.0, 1, num_new, 0, (), ignore_eos=True, logprobs=False, num_top_logprobs=0)
+    service = Service("", Priority.INTERACTIVE, 0, 0, b"", "")
+    return AttemptRef(handoff_id, 1, handoff_id), GenerationRequest(handoff_id, tuple(prompt), sampling, service, 60.0)
 
 
 @asynccontextmanager
@@ -94,7 +105,7 @@ async def _worker(name: str, folder: Path, transport: str, more: dict[str, objec
     info = WorkerInfo(key, GatewayRole(name), address, str(folder))
     link = WorkerLink(info, GATEWAY)
     try:
-        yield Worker(info, link, assembly.scheduler, engine, type(assembly.engine.runner._model).__name__)  # type: ignore[attr-defined]
+        yield Worker(info, link, assembly.scheduler, engine, life, type(assembly.engine.runner._model).__name__)  # type: ignore[attr-defined]
     finally:
         await link.close()
         await asyncio.to_thread(engine.stop)

@@ -72,14 +72,28 @@ def test_what_is_not_renewed_is_swept(book: AttemptBook, clock: Clock) -> None:
     assert book.sweep() == []
 
 
-def test_a_restarted_gateways_old_life_is_over(book: AttemptBook) -> None:
+def test_a_restarted_gateways_old_life_is_over(book: AttemptBook, clock: Clock) -> None:
     old = attempt("a", 1)
     book.admit(old)
     reborn = GatewayRef("g", "epoch-2")
+    assert book.hear(reborn) == [], "it may still speak"
+    clock.now += 2.1
     assert book.hear(reborn) == [old]
     with pytest.raises(FencedError, match="epoch is over"):
         book.admit(attempt("c", 1))
     assert book.admit(attempt("d", 1, reborn)) == []
+
+
+def test_a_late_message_of_a_past_life_does_not_depose_the_living(book: AttemptBook, clock: Clock) -> None:
+    """The worker never knew the past life: it may think it a new one, but the living goes on speaking."""
+    book.admit(attempt("a", 1))
+    assert book.hear(GatewayRef("g", "epoch-0")) == []
+    for _ in range(5):
+        clock.now += 1.0
+        assert book.hear(GATEWAY) == []
+    assert book.admit(attempt("b", 1)) == []
+    with pytest.raises(FencedError, match="epoch is over"):
+        book.admit(attempt("c", 1, GatewayRef("g", "epoch-0")))
 
 
 def test_another_gateway_changes_nothing(book: AttemptBook) -> None:

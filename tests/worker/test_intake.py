@@ -71,3 +71,9 @@ def test_what_nobody_could_serve_is_refused(changes: dict[str, object], field: s
 def test_ids_are_required(name: str, value: str) -> None:
     with pytest.raises(RefusedWorkError, match=rf"^{name.replace('__', '.')}: "):
         read_attempt(work(**{name: value}))
+
+
+def test_a_class_that_only_a_newer_gateway_knows_is_interactive() -> None:
+    for value in (0, 99):
+        seq = read_sequence(work(priority_class=value), frozenset(), 100, leaves_after_first_token=False)
+        assert seq.priority is PriorityClass.INTERACTIVE
