@@ -32,6 +32,7 @@ help:
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "pdserve needs Python 3.11, 3.12 or 3.13: install one, or make PYTHON=/path/to/it"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "$(PYTHON) is not there, or not Python 3.11 to 3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
@@ -44,10 +45,10 @@ model: $(STAMP)
 	$(BIN)/pdserve model fetch $(MODEL)
 
 demo: $(STAMP)
-	$(BIN)/pdserve demo
+	$(BIN)/pdserve demo --model $(MODEL)
 
 serve: model
-	$(BIN)/pdserve up
+	$(BIN)/pdserve up --model $(MODEL)
 
 # Tests of one process share the cores, one thread each; those that start many processes run one after another. Threads
 # that wait must sleep: spinning for a core that a neighbour has makes all of this many times slower.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -27,10 +27,10 @@ model_app = typer.Typer(no_args_is_help=True, help="Models on this machine.")
 app.add_typer(model_app, name="model")
 _console = Console(highlight=False)
 
-Model = Annotated[str, typer.Option(help="Alias, Hugging Face id or folder.")]
+Model = Annotated[str, typer.Option(help="Alias, Hugging Face id, folder or GGUF file.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="HTTP port of the gateway.")]
-Transport = Annotated[str, typer.Option(help="How KV blocks move: nixl or shm.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+Transport = Annotated[Literal["nixl", "shm"], typer.Option(help="How KV blocks move.")]
+Dtype = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of weights and KV.")]
 MemoryMb = Annotated[int | None, typer.Option(min=1, help="KV memory of each worker of this pool, in MiB.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per worker; default: the cores shared out.")]
 Logs = Annotated[bool, typer.Option(help="Show the lines that the processes print.")]
@@ -77,7 +77,7 @@ def up(
 def chat(
     url: Url = f"http://127.0.0.1:{DEFAULT_PORT}",
     system: Annotated[str, typer.Option(help="System message.")] = "",
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.2,
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
 ) -> None:
     """A conversation in the terminal."""
@@ -110,7 +110,7 @@ def demo(
 
 
 @model_app.command("fetch")
-def model_fetch(name: Annotated[str, typer.Argument(help="Alias, Hugging Face id or folder.")]) -> None:
+def model_fetch(name: Annotated[str, typer.Argument(help="Alias, Hugging Face id, folder or GGUF file.")]) -> None:
     """Brings a model into the cache; prints its folder."""
     sys.stdout.write(f"{models.fetch(name, Console(stderr=True, highlight=False))}\n")
 

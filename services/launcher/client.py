@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ Message = Mapping[str, str]
 
 
 class ApiError(RuntimeError):
-    """The server answered with an error object, or in mid-stream."""
+    """The server answered with an error object, broke off in mid-stream, or could not be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,10 @@ def stream_chat(
     usage: dict[str, int] = {}
     # no proxy from the environment: the server is on this machine; a prompt may take its time
     with httpx2.Client(timeout=httpx2.Timeout(10.0, read=600.0), trust_env=False) as client:
-        client.get(f"{base_url}/health")  # connects, so that the clock below sees the request alone
+        with _as_api_error(base_url):
+            client.get(f"{base_url}/health")  # connects, so that the clock below sees the request alone
         sent_s = time.perf_counter()
-        with client.stream("POST", f"{base_url}/v1/chat/completions", json=body) as response:
+        with _as_api_error(base_url), client.stream("POST", f"{base_url}/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
                 raise ApiError(_message(response))
@@ -62,6 +64,14 @@ def stream_chat(
             total_s = time.perf_counter() - sent_s
     counts = (usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0))
     return Answer(request_id, "".join(pieces), *counts, first_token_s, total_s)
+
+
+@contextmanager
+def _as_api_error(base_url: str) -> Iterator[None]:
+    try:
+        yield
+    except httpx2.HTTPError as error:
+        raise ApiError(f"the connection to {base_url} failed: {error or type(error).__name__}") from error
 
 
 def served_model(base_url: str) -> str:

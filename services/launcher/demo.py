@@ -76,7 +76,8 @@ def _show(house: Deployment, answer: Answer, title: str, console: Console) -> Ti
     found = httpx2.get(url, timeout=10.0, trust_env=False).raise_for_status()
     timeline = read_timeline(found.json(), answer.total_s)
     console.print(timeline_table(timeline, f"{title}, {timeline.path}"))
-    console.print(f"NIXL moved {timeline.num_blocks} blocks, {timeline.num_bytes:,} bytes: {_hidden(timeline)}\n")
+    moved = f"{house.transport} moved {timeline.num_blocks} blocks, {timeline.num_bytes:,} bytes"
+    console.print(f"{moved}: {_hidden(timeline)}\n")
     return timeline
 
 

@@ -23,10 +23,12 @@ from typing import Any
 import httpx2
 
 from services.launcher.plan import POOLS, Member, Options, Plan
+from services.launcher.ports import is_free
 from services.launcher.scrape import Samples, scrape
 from services.launcher.supervisor import Log, Supervisor
 from services.launcher.sweeper import Sweeper
 
+USAGE_ERROR = 2  # exit status of a process that cannot do what it was told: starting it again changes nothing
 _POLL_S = 0.05
 _KNOWN = "pdserve_gateway_workers"
 _SILENT = "has not answered yet"
@@ -79,6 +81,11 @@ class Deployment:
         return f"http://{self.members['gateway'].address}"
 
     @property
+    def transport(self) -> str:
+        """What moves KV blocks."""
+        return self._plan.transport
+
+    @property
     def nats_url(self) -> str:
         """What NATS clients connect to."""
         return f"nats://{self.members['nats'].address}"
@@ -98,6 +105,9 @@ class Deployment:
 
     def start(self) -> None:
         """Returns when all are ready. Raises StartError."""
+        gateway = self.members["gateway"]
+        if not gateway.place.via and not is_free(gateway.port, gateway.place.host):
+            raise StartError(f"port {gateway.port} is taken: choose another (--port), or end what listens there")
         self._sweeper = Sweeper()
         self._supervisor = Supervisor(self._log, self._restart, on_start=self._sweeper.watch)
         for roles in _STAGES:
@@ -195,8 +205,8 @@ class Deployment:
         return httpx2.get(url, timeout=10.0, trust_env=False).raise_for_status().json()
 
     def _refuse_ended(self, name: str) -> None:
-        if not self._restart and self.supervisor.wait(name, 0):
-            code = self.supervisor.exit_code(name)
+        code = self.supervisor.exit_code(name)
+        if code == USAGE_ERROR or (not self._restart and self.supervisor.wait(name, 0)):
             raise StartError(f"{name} ended with {code} before it was ready\n{self._last_lines(name)}")
 
     def _last_lines(self, name: str) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+import httpx2
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -125,10 +126,20 @@ def nats() -> Finding:
     return Finding("nats-server", Verdict.OK, done.stdout.strip())
 
 
+def _pdserve_answers(port: int) -> bool:
+    try:
+        found = httpx2.get(f"http://127.0.0.1:{port}/v1/models", timeout=2.0, trust_env=False).json()
+        return bool(found["data"][0]["owned_by"] == "pdserve")
+    except (httpx2.HTTPError, ValueError, LookupError, TypeError):
+        return False
+
+
 def gateway_port(port: int) -> Finding:
     """Whether the gateway could listen."""
     if is_free(port):
         return Finding("port", Verdict.OK, f"{port} is free")
+    if _pdserve_answers(port):
+        return Finding("port", Verdict.OK, f"{port}: pdserve answers there")
     return Finding("port", Verdict.FAILED, f"{port} is taken", "pdserve up --port another, or end what listens there")
 
 

@@ -83,6 +83,11 @@ class Plan:
         roles = [("nats", "nats"), ("kvtransfer", "kvtransfer"), *workers, ("gateway", "gateway")]
         self.members = {name: self._member(name, role) for name, role in roles}
 
+    @property
+    def transport(self) -> str:
+        """What moves KV blocks."""
+        return self._options.transport
+
     def of_role(self, *roles: str) -> list[Member]:
         """The members with these roles, in order of their start."""
         return [member for member in self.members.values() if member.role in roles]

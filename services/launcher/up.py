@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -16,6 +17,8 @@ from rich.console import Console
 
 from services.launcher.deployment import Deployment
 from services.launcher.terminal import StartProgress, start_progress
+
+INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells have it
 
 
 def run(make: Callable[[StartProgress], Deployment], model: str, console: Console) -> None:
@@ -30,7 +33,10 @@ def run(make: Callable[[StartProgress], Deployment], model: str, console: Consol
 
 @contextlib.contextmanager
 def started(make: Callable[[StartProgress], Deployment], console: Console) -> Iterator[Deployment]:
-    """A running deployment. A first signal leaves the block, quietly; a second one, while all ends, kills."""
+    """A running deployment. A first signal leaves the block, quietly; a second one, while all ends, kills.
+
+    Raises StartError; SystemExit where the signal comes while it starts.
+    """
     houses: list[Deployment] = []
     asked = False
 
@@ -44,25 +50,30 @@ def started(make: Callable[[StartProgress], Deployment], console: Console) -> It
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         try:
             with start_progress(console) as progress:
                 house = make(progress)
                 houses.append(house)
                 progress.expect(list(house.members))
                 house.start()
+        except KeyboardInterrupt:
+            raise SystemExit(INTERRUPTED) from None  # there is no block to leave
+        with contextlib.suppress(KeyboardInterrupt):
             yield house
-        finally:
-            for house in houses:
-                house.close()
+    finally:
+        for house in houses:
+            house.close()
 
 
 def _how_to_call(house: Deployment, model: str) -> str:
     url = house.gateway_url
-    body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    asked = f'"model": "{model}", "stream": true, "temperature": 0, "max_tokens": 64'
+    body = f'{{{asked}, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    command = sys.argv[0] if sys.argv[0].endswith("pdserve") else "pdserve"  # as it was called
     lines = [
         f"API       {url}/v1",
-        f"try       pdserve chat --url {url}",
+        f"try       {command} chat --url {url}",
         f"or        curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         *(f"{worker.name:<9} {worker.admin_url}/metrics" for worker in house.workers),
         "end       Ctrl-C",

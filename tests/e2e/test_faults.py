@@ -44,56 +44,59 @@ def busy(house: House, role: str) -> list[str]:
     return [name for name in workers if house.books_of(name)["sequences"] > 0]
 
 
-def test_one_of_two_prefill_workers_is_killed_mid_prefill() -> None:
-    (prompt,) = random_prompts((1500,), seed=11)
-    expected = reference.here(TINY, [prompt], 16)
+def test_prefill_workers_are_killed_mid_prefill_until_none_is_left() -> None:
+    """Of two, one: the other takes over. Then the only one: decode serves alone, and says so in a metric."""
+    first, second = random_prompts((1500, 1500), seed=11)
+    expected = reference.here(TINY, [first, second], 16)
     with served(2, 1, {"prefill": SLOW_CHUNKS}) as house:
-        answer = in_background(house, prompt, 16)
-        wait_until(lambda: bool(busy(house, "prefill")), "some prefill worker computes")
-        house.deployment.kill(busy(house, "prefill")[0])
-        assert answer.result(60).token_ids == expected[0]
-        timeline = house.timeline(answer.result().request_id)
+        answer = killed_mid_prefill(house, first)
+        assert answer.token_ids == expected[0]
+        timeline = house.timeline(answer.request_id)
         assert (timeline["num_attempts"], timeline["path"]) == (2, "disaggregated")
+        assert house.total("decode", "pdserve_worker_prompt_tokens_computed") == 0
         house.assert_books_close(LEASE_MARGIN_S)
-
-
-def test_the_only_prefill_worker_is_killed_and_decode_serves_alone() -> None:
-    (prompt,) = random_prompts((1500,), seed=12)
-    expected = reference.here(TINY, [prompt], 16)
-    with served(1, 1, {"prefill": SLOW_CHUNKS}) as house:
-        answer = in_background(house, prompt, 16)
-        wait_until(lambda: bool(busy(house, "prefill")), "the prefill worker computes")
-        house.deployment.kill("prefill-0")
-        assert answer.result(60).token_ids == expected[0]
-        assert house.timeline(answer.result().request_id)["path"] == "colocated"
+        answer = killed_mid_prefill(house, second)
+        assert answer.token_ids == expected[1]
+        assert house.timeline(answer.request_id)["path"] == "colocated"
         assert house.metric("gateway", "pdserve_gateway_fallbacks_total") >= 1
         assert house.metric("gateway", "pdserve_gateway_attempts_total", path="colocated") >= 1
         assert house.total("decode", "pdserve_worker_prompt_tokens_computed") > 0
         house.assert_books_close(LEASE_MARGIN_S)
 
 
-@pytest.mark.parametrize("how", ["kill", "freeze"])
-def test_decode_is_lost_mid_stream_and_the_stream_goes_on(how: str) -> None:
-    (prompt,) = random_prompts((50,), seed=13)
+def killed_mid_prefill(house: House, prompt: list[int]) -> Answer:
+    """Sends the prompt and kills whoever computes it."""
+    answer = in_background(house, prompt, 16)
+    wait_until(lambda: bool(busy(house, "prefill")), "some prefill worker computes")
+    house.deployment.kill(busy(house, "prefill")[0])
+    return answer.result(60)
+
+
+def test_decode_is_lost_mid_stream_and_the_stream_goes_on() -> None:
+    """One decode worker is killed; then one of those left is frozen."""
+    prompts = random_prompts((50, 50), seed=13)
     num_new = 400
-    expected = reference.here(TINY, [prompt], num_new)
-    with served(1, 2) as house:
-        body = {"model": TINY, "prompt": prompt, "max_tokens": num_new, "temperature": 0, "ignore_eos": True}
-        body |= {"stream": True, "return_token_ids": True}
-        got: list[int] = []
-        hurt = ""
-        for chunk in house.stream(body):
-            got += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
-            if not hurt and len(got) > 20:
-                hurt = busy(house, "decode")[0]
-                if how == "kill":
-                    house.deployment.kill(hurt)
-                else:
-                    house.deployment.signal(hurt, signal.SIGSTOP)
-        if how == "freeze":
-            house.deployment.kill(hurt)
-        assert got == expected[0]
+    expected = reference.here(TINY, prompts, num_new)
+    with served(1, 3) as house:
+        assert stream_while_hurt(house, prompts[0], num_new, signal.SIGKILL) == expected[0]
         house.assert_books_close(LEASE_MARGIN_S)
+        assert stream_while_hurt(house, prompts[1], num_new, signal.SIGSTOP) == expected[1]
+        house.assert_books_close(LEASE_MARGIN_S)
+
+
+def stream_while_hurt(house: House, prompt: list[int], num_new: int, number: signal.Signals) -> list[int]:
+    """The tokens of a stream whose decode worker gets a signal after 20 of them; a frozen one is killed at the end."""
+    body = {"model": TINY, "prompt": prompt, "max_tokens": num_new, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True}
+    got: list[int] = []
+    hurt = ""
+    for chunk in house.stream(body):
+        got += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+        if not hurt and len(got) > 20:
+            hurt = busy(house, "decode")[0]
+            house.deployment.signal(hurt, number)
+    house.deployment.kill(hurt)
+    return got
 
 
 def test_a_flipped_byte_is_caught_and_recomputed() -> None:

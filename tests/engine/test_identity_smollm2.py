@@ -37,11 +37,11 @@ def prompts(tokenizer: transformers.PreTrainedTokenizerBase) -> list[list[int]]:
     return [*ids, tokenizer("def fibonacci(n):").input_ids, [42]]
 
 
-@pytest.mark.parametrize("path", ["lean", "general"])
 def test_same_tokens(
-    path: str, reference: Reference, prompts: list[list[int]], tokenizer: transformers.PreTrainedTokenizerBase
+    reference: Reference, prompts: list[list[int]], tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
-    model = load_model(ALIAS, "float32", path=path)  # type: ignore[arg-type]
+    """The general path; `tests/e2e/test_identity.py` does the same, and more, on the lean one."""
+    model = load_model(ALIAS, "float32", path="general")
     rig = Rig(model, num_blocks=64, config=SchedulerConfig(token_budget=48))
     first = rig.generate(prompts, NUM_TOKENS)
     assert rig.scheduler.counters.num_steps_mixed > 0

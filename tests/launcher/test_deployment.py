@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -126,6 +127,58 @@ def test_up_ends_on_a_signal_and_leaves_nothing(up: tuple[subprocess.Popen[str],
     assert launcher.returncode == 0, output
     assert [process for process in processes if process.is_running()] == []
     assert mine & segments() == set()
+
+
+PDSERVE = [sys.executable, "-c", "from services.launcher.cli import main; main()"]
+
+
+def test_a_signal_while_it_starts_ends_it_quietly() -> None:
+    launcher = subprocess.Popen(
+        [*PDSERVE, "up", "--model", MODEL, "--port", str(free_port())],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    for line in launcher.stdout:  # the first line of a process that it started
+        if "nats" in line:
+            break
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    assert children
+    launcher.send_signal(signal.SIGINT)
+    rest, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
+    assert "Traceback" not in rest and "Error" not in rest
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
+def test_a_taken_port_is_said_at_once() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        done = subprocess.run(
+            [*PDSERVE, "up", "--model", MODEL, "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert f"port {port} is taken" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--transport", "--dtype"])
+def test_a_wrong_choice_is_refused_by_the_command(option: str) -> None:
+    done = subprocess.run([*PDSERVE, "up", option, "rdma"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert option in done.stderr and "rdma" in done.stderr
+
+
+def test_a_process_that_can_never_start_is_not_started_again() -> None:
+    options = {"model": MODEL, "prefill": 0, "dtype": "float32", "env": {"decode": {"PDSERVE_BLOCK_SIZE": "0"}}}
+    with pytest.raises(StartError, match=r"(?s)decode-0 ended with 2.*block_size"), Deployment(**options, restart=True):
+        pass
 
 
 @pytest.mark.parametrize("up", [0], indirect=True)
