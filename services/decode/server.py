@@ -6,7 +6,8 @@ from typing import Any, TypeAlias, cast
 
 from grpc import aio
 
-from services.decode.worker import Arrive, Decoded
+from services.decode.choice import Decoded
+from services.decode.worker import Arrive
 from services.kvtransfer.transport import PeerRef
 from services.wire.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from services.wire.rpc import RpcServer

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter as MetricCounter
 
+from services.decode.choice import Choice, Decoded
 from services.decode.inbound import HandoffMismatchError, Inbound
 from services.engine.batch import SampledToken, SequenceOutput
 from services.engine.engine import StepResult
 from services.engine.limits import NeverFits, check_fits
-from services.engine.sequence import FinishReason, Sequence, SequenceState
+from services.engine.sequence import FinishReason, Sequence
 from services.kvtransfer import messages
 from services.kvtransfer.transport import PeerRef
 from services.worker import gauges
@@ -51,46 +52,6 @@ class Arrive:
     holder: PeerRef | None
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """How a choice ended; times in seconds, as in `DecodeResponse`. What a cancel cut short counts up to there."""
-
-    finish: FinishReason | None
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_pulled_blocks: int
-    num_pulled_bytes: int
-    queue_s: float
-    prefill_s: float
-    transfer_s: float
-    exposed_transfer_s: float
-    first_decode_s: float
-    decode_s: float
-    num_preemptions: int
-
-
-@dataclass(slots=True)
-class _Choice:
-    """Times are of time.monotonic."""
-
-    attempt: Attempt
-    seq: Sequence
-    inbound: Inbound | None
-    num_cached_tokens: int = 0
-    runnable_s: float | None = None  # disaggregated: joined; colocated: its first token was sampled
-    first_made_s: float | None = None  # first token made by a decode step here
-    num_new: int = 0
-
-    @property
-    def stage(self) -> str:
-        """How far it is: decode, transfer (the prompt is computed, its KV not all here), or before that."""
-        if self.runnable_s is not None:
-            return "decode"
-        if self.inbound is not None:
-            return "transfer" if self.inbound.complete_s is not None else "handoff"
-        return "queued" if self.seq.state is SequenceState.WAITING else "prefill"
-
-
 class DecodeLife:
     """What happens around the engine's step on a decode worker."""
 
@@ -100,7 +61,7 @@ class DecodeLife:
         self._pool = parts.assembly.pool
         self._fetches = parts.connector.fetches
         self._outlet = parts.outlet
-        self._choices: dict[str, _Choice] = {}
+        self._choices: dict[str, Choice] = {}
         self._waiting_room: dict[str, Inbound] = {}  # announced, not reserved, in order of arrival
         self._quarantined: Counter[int] = Counter()
 
@@ -194,7 +155,7 @@ class DecodeLife:
     def _arrive(self, message: Arrive) -> None:
         seq, holder = message.seq, message.holder
         handoff_id = seq.sequence_id
-        choice = self._choices[handoff_id] = _Choice(message.attempt, seq, None)
+        choice = self._choices[handoff_id] = Choice(message.attempt, seq, None)
         try:
             check_fits(seq, self._scheduler.config, self._pool.num_blocks, self._pool.block_size)
             if holder is None:
@@ -250,9 +211,9 @@ class DecodeLife:
         seq.output_token_ids.append(token.token_id)
         self._fetches.release(seq.sequence_id)
         INBOUND.labels("finished_at_prefill").inc()
-        self._leave(seq.sequence_id, self._decoded(choice, finish, time.monotonic()))
+        self._leave(seq.sequence_id, choice.decoded(finish, time.monotonic()))
 
-    def _released(self, choice: _Choice, inbound: Inbound, *, held: bool) -> None:
+    def _released(self, choice: Choice, inbound: Inbound, *, held: bool) -> None:
         seq, token = inbound.seq, inbound.first_token
         if not held or token is None:
             self._leave(seq.sequence_id, Failure("ABORTED", "the lease did not hold"))
@@ -264,7 +225,7 @@ class DecodeLife:
         self._publish_first(choice, token, None)
         self._scheduler.join(seq, num_computed)
 
-    def _publish_first(self, choice: _Choice, token: messages.FirstToken, finish: FinishReason | None) -> None:
+    def _publish_first(self, choice: Choice, token: messages.FirstToken, finish: FinishReason | None) -> None:
         """Token 0, which prefill published before: from here on decode owns its replay."""
         sampled = SampledToken(token.token_id, token.logprob, token.top_logprobs)
         self._outlet.token(TokenEvent(choice.attempt, choice.seq.num_forced_tokens, sampled, finish))
@@ -276,7 +237,7 @@ class DecodeLife:
         if choice is None or not message.by_gateway:
             self._leave(message.handoff_id, Failure(message.code, message.reason))
         else:
-            self._leave(message.handoff_id, self._decoded(choice, FinishReason.CANCELLED, time.monotonic()))
+            self._leave(message.handoff_id, choice.decoded(FinishReason.CANCELLED, time.monotonic()))
 
     def _output(self, output: SequenceOutput, now: float) -> None:
         choice = self._choices.get(output.seq.sequence_id)
@@ -286,9 +247,9 @@ class DecodeLife:
         if output.token is not None:
             self._note_time(choice, now)
         if output.finish_reason is not None:
-            self._leave(output.seq.sequence_id, self._decoded(choice, output.finish_reason, now))
+            self._leave(output.seq.sequence_id, choice.decoded(output.finish_reason, now))
 
-    def _note_time(self, choice: _Choice, now: float) -> None:
+    def _note_time(self, choice: Choice, now: float) -> None:
         seq = choice.seq
         choice.num_new += 1
         if choice.inbound is None and choice.num_new == 1:
@@ -325,26 +286,6 @@ class DecodeLife:
         self._pool.unquarantine(block_ids)
         self._quarantined.subtract(block_ids)
         self._quarantined = +self._quarantined
-
-    def _decoded(self, choice: _Choice, finish: FinishReason, now: float) -> Decoded:
-        seq, inbound = choice.seq, choice.inbound
-        runnable_s = choice.runnable_s or now
-        first_made_s = choice.first_made_s or now
-        scheduled_s = seq.first_scheduled_s or now
-        return Decoded(
-            finish=finish,
-            num_output_tokens=seq.num_output_tokens,
-            num_cached_tokens=choice.num_cached_tokens,
-            num_pulled_blocks=inbound.num_verified if inbound else 0,
-            num_pulled_bytes=inbound.num_bytes if inbound else 0,
-            queue_s=scheduled_s - seq.arrival_s if inbound is None else 0.0,
-            prefill_s=runnable_s - scheduled_s if inbound is None else 0.0,
-            transfer_s=inbound.transfer_s if inbound else 0.0,
-            exposed_transfer_s=inbound.exposed_s(runnable_s) if inbound else 0.0,
-            first_decode_s=first_made_s - runnable_s,
-            decode_s=now - first_made_s,
-            num_preemptions=seq.num_preemptions,
-        )
 
 
 def _is_cancelled(outcome: object) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from services.decode import worker as worker_module
-from services.decode.worker import Arrive, Decoded, DecodeLife
+from services.decode.choice import Decoded
+from services.decode.worker import Arrive, DecodeLife
 from services.engine.sequence import FinishReason, SamplingParams, Sequence
 from services.kvtransfer.messages import (
     BlocksFetched,
