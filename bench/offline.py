@@ -5,8 +5,9 @@
    (in its `auto` dtype), the engine again (the control: their ratio is the noise) and `transformers` generate as many
    tokens. Prefill is from the start to the last first token, decode is the rest. The engine takes all prompts in one
    step, as generate does.
-3. The peer gets its best: it is tried in bfloat16 and in float32, and whichever is faster at a batch size is the one to
-   beat. A type that a trial shows to be less than half as fast in both phases is not run again; the trial is kept.
+3. The peer gets its best: it is tried in bfloat16 and in float32, once each on prompts of the full size, and whichever
+   is faster in a phase is the one to beat. A type slower than 0.8 times the other in both phases of the trial is not
+   run again; the trial is kept in the result.
 
 Bars for --check: decode at least 1.3 times generate at batch 1, and 1.5 at batch 8.
 """
@@ -34,6 +35,8 @@ from services.runtime.model_store import resolve
 
 MODEL = "smollm2-135m"
 NUM_PROMPT_TOKENS = 128
+NUM_TRIAL_TOKENS = 9
+NEAR_BEST = 0.8  # a peer's type this near the faster one is run in the rounds too
 DECODE_BARS = {1: 1.3, 8: 1.5}
 PHASES = ("prefill", "decode")
 Prompts = list[list[int]]
@@ -120,11 +123,11 @@ def measure(engine_model: DecoderModel, peers: Mapping[str, Any], sizes: Sizes, 
         trials = {}
         for name, peer in peers.items():
             report.progress(f"batch {batch}: a trial of {name}")
-            trials[name] = run_generate(peer, [prompt[:32] for prompt in make_prompts(min(batch, 8), -2)], 3)[0]
+            trials[name] = run_generate(peer, make_prompts(batch, -2), NUM_TRIAL_TOKENS)[0]
         kept = [
             name
             for name in peers
-            if any(trials[name][phase] > 0.5 * max(trial[phase] for trial in trials.values()) for phase in PHASES)
+            if any(trials[name][phase] > NEAR_BEST * max(trial[phase] for trial in trials.values()) for phase in PHASES)
         ]
         ours = _contestant(run_engine, engine_model, batch, sizes)
         theirs = {name: _contestant(run_generate, peers[name], batch, sizes) for name in kept}
