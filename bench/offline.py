@@ -12,7 +12,6 @@
 Bars for --check: decode at least 1.3 times generate at batch 1, and 1.5 at batch 8.
 """
 
-import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,14 +21,9 @@ from typing import Any
 import torch
 import transformers
 
-from bench import report
-from services.engine.block_pool import BlockPool
-from services.engine.engine import Engine
-from services.engine.kv_cache import KVCache
-from services.engine.model_runner import ModelRunner
+from bench import engines, report
+from bench.engines import Prompts
 from services.engine.models.interface import DecoderModel
-from services.engine.scheduler import Scheduler, SchedulerConfig
-from services.engine.sequence import SamplingParams, Sequence
 from services.engine.weights import load_model
 from services.runtime.model_store import resolve
 
@@ -39,7 +33,6 @@ NUM_TRIAL_TOKENS = 9
 NEAR_BEST = 0.8  # a peer's type this near the faster one is run in the rounds too
 DECODE_BARS = {1: 1.3, 8: 1.5}
 PHASES = ("prefill", "decode")
-Prompts = list[list[int]]
 Speeds = dict[str, float]  # tokens/s by phase
 Run = Callable[[Any, Prompts, int], tuple[Speeds, Prompts]]
 
@@ -54,22 +47,15 @@ class Sizes:
 
 def make_prompts(batch: int, number: int) -> Prompts:
     """The prompts of one round."""
-    rng = random.Random(f"{batch} {number}")
-    return [[rng.randrange(1000, 40_000) for _ in range(NUM_PROMPT_TOKENS)] for _ in range(batch)]
+    return engines.make_prompts(batch, NUM_PROMPT_TOKENS, number)
 
 
 def run_engine(model: DecoderModel, prompts: Prompts, num_new_tokens: int) -> tuple[Speeds, Prompts]:
     """Tokens/s of the engine by phase, and what it generated."""
-    batch, most = len(prompts), NUM_PROMPT_TOKENS + num_new_tokens
-    pool = BlockPool(batch * -(-most // 16) + 8, 16)
-    config = SchedulerConfig(token_budget=batch * NUM_PROMPT_TOKENS, max_num_seqs=batch, max_model_len=most + 1)
-    scheduler = Scheduler(config, pool, time.monotonic)
-    engine = Engine(scheduler, ModelRunner(model, KVCache.allocate(model.kv_shape(pool.num_blocks), model.device)))
-    params = SamplingParams(max_tokens=num_new_tokens)  # no sequence has an end-of-text token
-    sequences = [Sequence(str(n), prompt, params) for n, prompt in enumerate(prompts)]
+    batch = len(prompts)
+    engine = engines.make_engine(model, batch, NUM_PROMPT_TOKENS + num_new_tokens)
     started_s = time.perf_counter()
-    for seq in sequences:
-        scheduler.add(seq)
+    sequences = engines.add(engine, prompts, num_new_tokens)
     while not all(seq.output_token_ids for seq in sequences):
         engine.step()
     prefilled_s = time.perf_counter()

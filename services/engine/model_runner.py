@@ -32,12 +32,17 @@ class ModelRunner:
     def run(self, batch: Batch) -> list[SampledToken]:
         """Compute the batch; return one token per item with `sample`, in order."""
         logits = self.forward(batch)
-        rows = [
+        rows = self.sampling_rows(batch)
+        return sample(logits, rows) if rows else []
+
+    @staticmethod
+    def sampling_rows(batch: Batch) -> list[SamplingRow]:
+        """Who asks for a token, one for each row of logits."""
+        return [
             SamplingRow(item.seq.params, item.seq.num_output_tokens, item.seq.eos_token_ids)
             for item in batch.items
             if item.sample
         ]
-        return sample(logits, rows) if rows else []
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Compute the batch's KV; return the float32 logits `[num_samples, vocab_size]` of the items with `sample`."""

@@ -17,11 +17,13 @@ __all__ = ["choose_dtype", "load_model", "tokenizer_fingerprint", "weights_finge
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 def choose_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
-    """Return the type for `auto`, `float32` or `bfloat16`: `auto` is bfloat16 where the device multiplies it natively.
+    """Return the type for a name of DTYPES or `auto`: bfloat16 where the device multiplies it natively, else float32.
+
+    int8 is of the weights alone, and has to be asked for.
 
     Raises ValueError for other names.
     """
@@ -49,17 +51,19 @@ def load_model(
     folder = resolve(str(name))
     wanted = choose_dtype(dtype, device) if isinstance(dtype, str) else dtype
     own = _own_path(wanted, torch.device(device)) if path == "auto" else path
+    if wanted == torch.int8 and own != "lean":
+        raise UnsupportedModelError(f"{name}: weights in int8 are for the lean path on the CPU")
     if own == "general":
         return _general(folder, wanted, device)
     try:
         config, weights = AutoConfig.from_pretrained(folder, local_files_only=True), StoredWeights(folder)
         if own == "fused":
             return FusedModel(config, weights, wanted, device)
-        if wanted != torch.float32 or torch.device(device).type != "cpu":
+        if wanted not in (torch.float32, torch.int8) or torch.device(device).type != "cpu":
             raise UnsupportedModelError(f"{name}: the lean path computes in float32 on the CPU")
-        return LeanModel(config, weights)
+        return LeanModel(config, weights, weights_in_int8=wanted == torch.int8)
     except UnsupportedModelError as error:
-        if path != "auto":
+        if path != "auto" or wanted == torch.int8:
             raise
         log.info("general path: %s", error)
     return _general(folder, wanted, device)
@@ -69,7 +73,7 @@ def _own_path(dtype: torch.dtype, device: torch.device) -> Literal["lean", "fuse
     """Which of our own decoders is the fastest there."""
     if device.type == "cuda":
         return "fused"
-    return "lean" if device.type == "cpu" and dtype == torch.float32 else "general"
+    return "lean" if device.type == "cpu" and dtype in (torch.float32, torch.int8) else "general"
 
 
 def _general(folder: Path, dtype: torch.dtype, device: torch.device | str) -> DecoderModel:

@@ -30,7 +30,10 @@ _console = Console(highlight=False)
 Model = Annotated[str, typer.Option(help="Alias, Hugging Face id, folder or GGUF file.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="HTTP port of the gateway.")]
 Transport = Annotated[Literal["nixl", "shm"], typer.Option(help="How KV blocks move.")]
-Dtype = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of weights and KV.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "int8"],
+    typer.Option(help="Of weights and KV; int8: of the weights alone, on the CPU."),
+]
 MemoryMb = Annotated[int | None, typer.Option(min=1, help="KV memory of each worker of this pool, in MiB.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per worker; default: the cores shared out.")]
 Logs = Annotated[bool, typer.Option(help="Show the lines that the processes print.")]

@@ -29,7 +29,10 @@ class TooLittleMemoryError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What a worker computes with. `eos_token_ids` end a choice unless the request says otherwise."""
+    """What a worker computes with. `eos_token_ids` end a choice unless the request says otherwise.
+
+    `dtype` is that of weights and KV, or int8 where the weights alone are in int8.
+    """
 
     engine: Engine
     kv_cache: KVCache
@@ -59,6 +62,7 @@ def assemble(settings: WorkerSettings, identity: Identity) -> Assembly:
     folder = resolve(settings.model)
     info = read_model_info(folder)
     model = load_model(folder, settings.dtype, settings.device)
+    in_int8 = settings.dtype == "int8"
     shape = model.kv_shape(settings.num_blocks or 1, settings.block_size)
     if not settings.num_blocks:
         shape = shape.fitting(settings.kv_memory_mb * 2**20)
@@ -74,7 +78,7 @@ def assemble(settings: WorkerSettings, identity: Identity) -> Assembly:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_bytes=shape.block_bytes,
-        weights_fingerprint=weights_fingerprint(folder),
+        weights_fingerprint=weights_fingerprint(folder) + ("-int8" if in_int8 else ""),  # another model's KV
         tokenizer_fingerprint=tokenizer_fingerprint(folder),
     )
     transport = make_transport(settings.transport, identity.worker_id, identity.epoch)
@@ -89,7 +93,7 @@ def assemble(settings: WorkerSettings, identity: Identity) -> Assembly:
         eos_token_ids=info.eos_token_ids,
         vocab_size=model.vocab_size,
         max_model_len=engine.scheduler.config.max_model_len,
-        dtype=dtype,
+        dtype="int8" if in_int8 else dtype,
         device=model.device,
     )
 

@@ -1,7 +1,8 @@
 """What the engine thread hands to the event loop, once per turn: tokens to publish and attempts that ended.
 
-The engine thread collects and encodes; the event loop logs the tokens, publishes the messages in order and answers the
-open calls. Neither waits for the other.
+The engine thread only collects; the event loop logs the tokens, encodes and publishes the messages in order and answers
+the open calls. Neither waits for the other: a step's tokens are encoded while the next step's forward pass, which holds
+no interpreter lock, runs.
 """
 
 from __future__ import annotations
@@ -66,9 +67,8 @@ class Outlet:
             return
         events, self._events = self._events, []
         ended, self._ended = self._ended, []
-        messages = encode(self._identity, events)
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, messages, events, ended)
+            self._loop.call_soon_threadsafe(self._deliver, events, ended)
 
     def call(self, handoff_id: str) -> asyncio.Future[object]:
         """A future for how the attempt ends."""
@@ -86,10 +86,10 @@ class Outlet:
             message = await self._messages.get()
             await bus.publish(message.subject, message.payload)
 
-    def _deliver(self, messages: list[Message], events: list[TokenEvent], ended: list[Ended]) -> None:
+    def _deliver(self, events: list[TokenEvent], ended: list[Ended]) -> None:
         for event in events:
             self._log.append(event.attempt.handoff_id, event.token, event.finish)
-        for message in messages:
+        for message in encode(self._identity, events):
             self._messages.put_nowait(message)
         for each in ended:
             gauges.ATTEMPTS.labels(each.label).inc()

@@ -1,6 +1,6 @@
 """Token events to NATS: one message per step and gateway, split below the payload limit. On the event loop.
 
-Encoding happens on the engine thread, publishing on the event loop: a step never waits for the network.
+Both encoding and publishing happen on the event loop: a step waits for neither.
 """
 
 from __future__ import annotations

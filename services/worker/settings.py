@@ -14,7 +14,9 @@ class WorkerSettings(ProcessSettings):
 
     model: str = Field("smollm2-135m", description="alias, Hugging Face id or local folder")
     served_model: str = Field("", description="name that heartbeats carry; empty: model")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV")
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+        "auto", description="of weights and KV; int8: weights alone, on the CPU"
+    )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0: torch's choice")
     block_size: int = Field(16, ge=1, le=256, description="token slots of a KV block")

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import transformers
 
 from services.engine.batch import Batch, ScheduledSequence
+from services.engine.kernels.cpu import library
 from services.engine.kv_cache import KVCache
 from services.engine.model_runner import ModelRunner
 from services.engine.models.interface import DecoderModel, UnsupportedModelError
@@ -37,6 +39,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def lean(model: transformers.PreTrainedModel) -> LeanModel:
     return LeanModel(model.config, model.state_dict())
+
+
+def dequantised(weight: torch.Tensor) -> torch.Tensor:
+    """What int8 leaves of a matrix: per output 255 equidistant values, the outermost being its largest magnitude."""
+    step = weight.abs().amax(1, keepdim=True) / 127
+    return torch.where(step > 0, (weight / step).round().clamp(-127, 127) * step, 0.0)
 
 
 def rounded(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
@@ -117,6 +125,36 @@ def test_any_number_of_threads() -> None:
         torch.set_num_threads(before)
     for name, rows in expected.items():
         assert all(torch.equal(a, b) for a, b in zip(rows, got[name], strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int8_weights(family: str) -> None:
+    """The tokens of a model whose matrices hold what int8 can hold; its embedding and its norms are untouched."""
+    model = tiny_model(*FAMILIES[family])
+    in_int8 = LeanModel(model.config, {k: v.clone() for k, v in model.state_dict().items()}, weights_in_int8=True)
+    if model.config.tie_word_embeddings:  # the head is quantised, the embedding is not
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "embed_tokens" not in name:
+                parameter.copy_(dequantised(parameter))
+    reference = Reference(model)
+    for prompt, tokens in zip(make_prompts(), Rig(in_int8).generate(make_prompts(), 12), strict=True):
+        reference.check(prompt, tokens)
+
+
+def test_parts_of_the_time_make_up_the_whole() -> None:
+    model = lean(tiny_model("LlamaConfig", {}))
+    assert model.take_part_seconds() == {}
+    model.time_parts()
+    started_s = time.perf_counter()
+    Rig(model).generate(make_prompts(), 4)
+    taken = model.take_part_seconds()
+    assert library.library() is not None and list(taken) == list(library.PARTS)
+    assert len(taken) == library.library().num_parts()
+    assert all(seconds > 0 for seconds in taken.values())
+    assert sum(taken.values()) < time.perf_counter() - started_s
+    assert sum(model.take_part_seconds().values()) == 0.0
 
 
 def test_positions_beyond_the_first_tables(monkeypatch: pytest.MonkeyPatch) -> None:

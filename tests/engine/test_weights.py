@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from services.engine.models.general import GeneralModel
 from services.engine.models.interface import UnsupportedModelError
-from services.engine.models.lean import LeanModel, pack
+from services.engine.models.lean import LeanModel, pack, quantise
 from services.engine.stored_weights import StoredWeights
 from services.engine.weights import choose_dtype, load_model
 from services.runtime.model_store import resolve
@@ -30,6 +30,29 @@ def test_bfloat16_takes_the_general_path() -> None:
     assert model.dtype == torch.bfloat16
     with pytest.raises(UnsupportedModelError, match="lean"):
         load_model(TINY, "bfloat16", path="lean")
+
+
+def test_int8_is_for_the_lean_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it cannot be had it is refused: other weights would be another model."""
+    if shutil.which("g++"):
+        model = load_model(TINY, "int8")
+        assert isinstance(model, LeanModel)
+        assert model.dtype == model.kv_shape(1).dtype == torch.float32
+    with pytest.raises(UnsupportedModelError, match=r"int8.*lean"):
+        load_model(TINY, "int8", path="general")
+    with pytest.raises(UnsupportedModelError, match=r"int8.*CPU"):
+        load_model(TINY, "int8", "cuda")
+    monkeypatch.setattr("services.engine.models.lean.library", lambda: None)
+    with pytest.raises(UnsupportedModelError, match="compiler"):
+        load_model(TINY, "int8")
+
+
+def test_quantise() -> None:
+    """By hand: scales 2/127 and 0; 0.5 is 31.75 steps, -1 is -63.5 (to even), 0.004 is 0.254."""
+    values, scale = quantise(torch.tensor([[2.0, 0.5, -1.0, 0.004], [0.0, 0.0, 0.0, 0.0]], dtype=torch.bfloat16))
+    assert values.dtype == torch.int8
+    assert values.tolist() == [[127, 32, -64, 0], [0, 0, 0, 0]]
+    assert scale.tolist() == pytest.approx([2 / 127, 0.0])
 
 
 @pytest.mark.parametrize("path", ["general", "lean"])

@@ -117,7 +117,7 @@ void attend_tile(const AttentionStep& step, const KV* layer, const int32_t* tabl
     const int64_t columns = (count + PANEL - 1) / PANEL * PANEL;  // the rest of `keys` is stale but finite, and not seen
     each_tile(rows, [&](int64_t r, int tile) {
       for (int64_t n = 0; n < columns; n += PANEL)
-        micro_rows<float>(tile, scratch.query.data() + r * dim, dim, scratch.keys.data() + n, CHUNK, dim,
+        micro_rows(tile, scratch.query.data() + r * dim, dim, scratch.keys.data() + n, CHUNK, dim,
                           scores + r * CHUNK + n, CHUNK, false);
     });
     for (int64_t r = 0; r < rows; ++r) {

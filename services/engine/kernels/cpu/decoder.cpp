@@ -14,16 +14,20 @@
 
 extern "C" {
 
+enum Type { FLOAT, BFLOAT16, INT8 };
+
 struct Shape {
   int64_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, block_size;
   int64_t window;            // 0: none
-  int64_t bf16;              // weights are bfloat16, else float
+  int64_t weights;           // FLOAT, BFLOAT16, INT8
+  int64_t embedding;         // FLOAT, BFLOAT16
   float eps, scale;
 };
 
 struct Layer {  // null where the model has none
   const float *attention_norm, *qkv_bias, *query_norm, *key_norm, *mlp_norm;
   const void *qkv, *out, *gate_up, *down;  // packed; gate and up alternate panel by panel
+  const float *qkv_scale, *out_scale, *gate_up_scale, *down_scale;  // of int8 weights, one for each column
   float* kv;                               // this layer of the cache
 };
 
@@ -31,6 +35,7 @@ struct Weights {
   const void* embedding;  // [vocab][hidden], not packed
   const float* norm;
   const void* head;       // packed
+  const float* head_scale;
   const float *cos, *sin; // [positions][head_dim / 2]
   const Layer* layers;
 };
@@ -43,9 +48,14 @@ struct Step {
   const int32_t* tiles;  // [num_tiles][3]: sequence, first row, number of rows
   float* work;           // work_size(...) floats
   float* logits;         // [num_samples][vocab]
+  double* part_seconds;  // [NUM_PARTS], added to; null: nobody asks
 };
 
+enum Part { EMBED, NORM, QKV, PLACE, ATTENTION, OUT, GATE_UP, DOWN, HEAD, NUM_PARTS };
+
 int64_t panel_width() { return PANEL; }
+
+int64_t num_parts() { return NUM_PARTS; }
 
 int64_t work_size(const Shape* shape, int64_t num_tokens) {
   const int64_t heads = shape->num_heads + 2 * shape->num_kv_heads;
@@ -99,43 +109,69 @@ struct Decoder {
   float* const qkv = normed + tokens * hidden;     // [tokens][qkv_width]
   float* const attended = qkv + tokens * qkv_width;    // [tokens][out_width]
   float* const act = attended + tokens * out_width;    // [tokens][inter]
+  double began = 0;                                    // of this part
 
   static const W* packed(const void* p) { return static_cast<const W*>(p); }
 
   void run(AttentionScratch& scratch) {
+    if (step.part_seconds) began = omp_get_wtime();
     for (Share share(tokens); share.first < share.last; ++share.first) {
-      const W* row = packed(weights.embedding) + step.token_ids[share.first] * hidden;
-      for (int64_t i = 0; i < hidden; ++i) x[share.first * hidden + i] = widen(row[i]);
+      const int64_t from = step.token_ids[share.first] * hidden;
+      if (shape.embedding == BFLOAT16) embed(static_cast<const Bf16*>(weights.embedding) + from, x + share.first * hidden);
+      else embed(static_cast<const float*>(weights.embedding) + from, x + share.first * hidden);
     }
-#pragma omp barrier
+    meet(EMBED);
     for (int64_t l = 0; l < shape.num_layers; ++l) {
       const Layer& layer = weights.layers[l];
       norm(layer.attention_norm);
-#pragma omp barrier
-      project(normed, hidden, layer.qkv, qkv_width, layer.qkv_bias, qkv, false);
-#pragma omp barrier
+      meet(NORM);
+      project(normed, hidden, layer.qkv, layer.qkv_scale, qkv_width, layer.qkv_bias, qkv, false);
+      meet(QKV);
       place(layer);
-#pragma omp barrier
-      attend(layer, scratch);  // ends with a barrier
-      project(attended, out_width, layer.out, hidden, nullptr, x, true);
-#pragma omp barrier
+      meet(PLACE);
+      attend(layer, scratch);
+      meet(ATTENTION);
+      project(attended, out_width, layer.out, layer.out_scale, hidden, nullptr, x, true);
+      meet(OUT);
       norm(layer.mlp_norm);
-#pragma omp barrier
+      meet(NORM);
       gate_up(layer);
-#pragma omp barrier
-      project(act, inter, layer.down, hidden, nullptr, x, true);
-#pragma omp barrier
+      meet(GATE_UP);
+      project(act, inter, layer.down, layer.down_scale, hidden, nullptr, x, true);
+      meet(DOWN);
     }
     for (Share share(step.num_samples); share.first < share.last; ++share.first)
       norm_row(x + step.sample_rows[share.first] * hidden, weights.norm, hidden, shape.eps,
                normed + share.first * hidden);
-#pragma omp barrier
+    meet(NORM);
     const Share panels(shape.vocab / PANEL);
     gemm(normed, hidden, step.num_samples, packed(weights.head), hidden, panels.first, panels.last,
          [&](int64_t row, int64_t rows, int64_t panel, const float* c, int64_t stride) {
            for (int64_t m = 0; m < rows; ++m)
-             std::memcpy(step.logits + (row + m) * shape.vocab + panel * PANEL, c + m * stride, PANEL * 4);
+             for (int h = 0; h < PANEL; h += LANES)
+               store(step.logits + (row + m) * shape.vocab + panel * PANEL + h,
+                     scaled(c + m * stride + h, weights.head_scale, panel * PANEL + h));
          });
+    meet(HEAD);
+  }
+
+  // The end of a part: all threads wait for the last. The first one keeps the time, waiting included.
+  void meet(Part part) {
+#pragma omp barrier
+    if (!step.part_seconds || omp_get_thread_num() != 0) return;
+    const double now = omp_get_wtime();
+    step.part_seconds[part] += now - began;
+    began = now;
+  }
+
+  template <class E>
+  void embed(const E* row, float* to) {
+    for (int64_t i = 0; i < hidden; ++i) to[i] = widen(row[i]);
+  }
+
+  // A piece of a product as it is: int8 weights are in units of their column's scale.
+  static Vec scaled(const float* c, const float* scale, int64_t column) {
+    return scale ? load(c) * load(scale + column) : load(c);
   }
 
   void norm(const float* weight) {
@@ -144,14 +180,15 @@ struct Decoder {
   }
 
   // to = a * w (+ bias), or to += a * w
-  void project(const float* a, int64_t depth, const void* w, int64_t width, const float* bias, float* to, bool add) {
+  void project(const float* a, int64_t depth, const void* w, const float* scale, int64_t width, const float* bias,
+               float* to, bool add) {
     const Share panels(width / PANEL);
     gemm(a, depth, tokens, packed(w), depth, panels.first, panels.last,
          [&](int64_t row, int64_t rows, int64_t panel, const float* c, int64_t stride) {
            for (int64_t m = 0; m < rows; ++m)
              for (int h = 0; h < PANEL; h += LANES) {
                float* at = to + (row + m) * width + panel * PANEL + h;
-               Vec value = load(c + m * stride + h);
+               Vec value = scaled(c + m * stride + h, scale, panel * PANEL + h);
                if (bias) value += load(bias + panel * PANEL + h);
                store(at, add ? load(at) + value : value);
              }
@@ -184,7 +221,7 @@ struct Decoder {
     const AttentionStep how{shape.num_heads, shape.num_kv_heads, dim, shape.block_size, shape.window, shape.scale, 0.0f,
                             step.kv_block_stride, step.kv_value_offset, step.kv_head_stride, step.block_tables,
                             step.table_stride};
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t item = 0; item < step.num_tiles * shape.num_kv_heads; ++item) {
       const int32_t* tile = step.tiles + item / shape.num_kv_heads * 3;
       attend_tile(how, layer.kv, step.block_tables + tile[0] * step.table_stride, item % shape.num_kv_heads,
@@ -201,7 +238,7 @@ struct Decoder {
            for (int64_t m = 0; m < rows; ++m)
              for (int h = 0; h < PANEL; h += LANES) {
                float* at = act + (row + m) * inter + panel / 2 * PANEL + h;
-               const Vec value = load(c + m * stride + h);
+               const Vec value = scaled(c + m * stride + h, layer.gate_up_scale, panel * PANEL + h);
                store(at, panel % 2 ? load(at) * value : value / (exponential(-value) + 1.0f));
              }
          });
@@ -216,7 +253,8 @@ void decoder_forward(const Shape* shape, const Weights* weights, const Step* ste
 #pragma omp parallel num_threads(num_threads)
   {
     static thread_local AttentionScratch scratch;
-    if (shape->bf16) Decoder<Bf16>{*shape, *weights, *step}.run(scratch);
+    if (shape->weights == INT8) Decoder<int8_t>{*shape, *weights, *step}.run(scratch);
+    else if (shape->weights == BFLOAT16) Decoder<Bf16>{*shape, *weights, *step}.run(scratch);
     else Decoder<float>{*shape, *weights, *step}.run(scratch);
   }
 }

@@ -18,9 +18,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+
 from services.runtime.model_store import cache_root
 
 SOURCES = Path(__file__).parent
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `Type` of decoder.cpp
+PARTS = ("embed", "norm", "qkv", "place", "attention", "out", "gate_up", "down", "head")  # `Part` of decoder.cpp
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 COMPILE_TIMEOUT_S = 300.0
 
@@ -32,7 +36,7 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
-        *((name, ctypes.c_int64) for name in ("head_dim", "vocab", "block_size", "window", "bf16")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "vocab", "block_size", "window", "weights", "embedding")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     )
@@ -45,7 +49,8 @@ class Layer(ctypes.Structure):
         (name, ctypes.c_void_p)
         for names in (
             ("attention_norm", "qkv_bias", "query_norm", "key_norm", "mlp_norm"),
-            ("qkv", "out", "gate_up", "down", "kv"),
+            ("qkv", "out", "gate_up", "down"),
+            ("qkv_scale", "out_scale", "gate_up_scale", "down_scale", "kv"),
         )
         for name in names
     )
@@ -55,7 +60,7 @@ class Weights(ctypes.Structure):
     """`Weights` of decoder.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head", "head_scale", "cos", "sin")),
         ("layers", ctypes.POINTER(Layer)),
     )
 
@@ -68,6 +73,7 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("kv_block_stride", "kv_value_offset", "kv_head_stride")),
         *((name, ctypes.c_void_p) for name in ("token_ids", "position_ids", "slot_mapping", "sample_rows")),
         *((name, ctypes.c_void_p) for name in ("block_tables", "tiles", "work", "logits")),
+        ("part_seconds", ctypes.POINTER(ctypes.c_double)),
     )
 
 
@@ -93,7 +99,8 @@ def library() -> ctypes.CDLL | None:
         detail = getattr(error, "stderr", None) or str(error)
         log.warning("no C++ kernels on this machine, torch takes their place: %s", detail[-2000:])
         return None
-    loaded.panel_width.restype = ctypes.c_int64
+    for constant in (loaded.panel_width, loaded.num_parts):
+        constant.restype = ctypes.c_int64
     loaded.work_size.restype = ctypes.c_int64
     loaded.work_size.argtypes = [ctypes.POINTER(Shape), ctypes.c_int64]
     loaded.decoder_forward.restype = None

@@ -21,6 +21,7 @@ typedef float VecAt __attribute__((vector_size(LANES * 4), aligned(4), may_alias
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t HalvesAt __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef int8_t BytesAt __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint16_t Bf16;
 
 inline Vec load(const float* at) { return *reinterpret_cast<const VecAt*>(at); }
@@ -32,6 +33,16 @@ inline Vec load(const Bf16* at) {  // a bfloat16 is the upper half of a float
   return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16);
 #else
   return (Vec)(__builtin_convertvector(*reinterpret_cast<const HalvesAt*>(at), Words) << 16);
+#endif
+}
+
+inline Vec load(const int8_t* at) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const BytesAt*>(at), Vec);
 #endif
 }
 
