@@ -13,8 +13,9 @@ from importlib.metadata import version
 from typing import Any
 
 from bench import report
-from services.engine.kernels import attention_triton, fused_triton
+from services.engine.kernels import attention_triton, fused_triton, sampling_triton
 from services.engine.kernels.ahead_of_time import SHARED_LIMIT, Resources, compile_for
+from services.kvtransfer import checksum_triton
 
 CAPABILITIES = (80, 90, 100)
 LEAST_RESIDENT_WARPS = 8  # of a multiprocessor by their registers: two for each of its four schedulers
@@ -26,6 +27,7 @@ HEADS = {  # query heads per KV head, head size
     "Llama 3.1 70B": (8, 128),
     "Gemma 2 2B": (2, 256),
 }
+VOCABULARIES = {"SmolLM2 135M": 49_152, "Llama 3.1 8B": 128_256, "Gemma 2 2B": 256_000}
 WIDTHS = {"SmolLM2 135M": (576, 1536), "Llama 3.1 8B": (4096, 14336)}  # hidden, intermediate
 INTS = ("block_tables", "seq_lens", "query_starts", "tile_seqs", "tile_offsets")
 
@@ -46,6 +48,8 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
     """Every kernel, in the shapes that models in use ask for; weights and cache of type `element`."""
     yield from _attention(element)
     yield from _fused(element)
+    yield from _sampling()
+    yield from _checksum()
 
 
 def _attention(element: str) -> Iterator[Variant]:
@@ -77,6 +81,22 @@ def _fused(element: str) -> Iterator[Variant]:
     for model, (group, head_dim) in HEADS.items():
         rotate = fused_triton.rotate_constants(8 * group, 8, head_dim, 16, has_norm=model.startswith("Qwen"))
         yield Variant("rotate_and_write", model, fused_triton._rotate_and_write, types, rotate, {})
+
+
+def _sampling() -> Iterator[Variant]:
+    types = dict.fromkeys(("logits", "peaks", "best_values"), "*fp32") | {"table": "*i32", "best_tokens": "*i32"}
+    types |= {"chosen": "*i64"}
+    for model, vocab_size in VOCABULARIES.items():
+        given = sampling_triton.constants(vocab_size)
+        for name in ("peaks", "choose", "pick"):
+            function = getattr(sampling_triton, f"_{name}")
+            constants = {key: value for key, value in given.items() if key in function.arg_names}
+            yield Variant(f"sample_{name}", model, function, types, constants, {})
+
+
+def _checksum() -> Iterator[Variant]:
+    types = {"words": "*i32", "block_ids": "*i32", "sums": "*i64"}
+    yield Variant("checksum", "any block", checksum_triton._sums, types, checksum_triton.CONSTANTS, {})
 
 
 def compiled(variant: Variant, capability: int) -> Resources:

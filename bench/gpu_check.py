@@ -1,8 +1,9 @@
 """One script for when a GPU is at hand, under four minutes: every kernel right, its speed, the engine, a transfer.
 
-1. Each Triton kernel against float64, over odd shapes.
+1. Each Triton kernel against float64, over odd shapes; sampled tokens, checksums and replayed graphs against the CPU
+   and against eager steps.
 2. The ceilings of this device: copying memory, multiplying bf16 matrices.
-3. Attention timed against those ceilings and against torch's own on contiguous tensors.
+3. Attention timed against those ceilings and against torch's own on contiguous tensors; sampling and checksums too.
 4. The whole engine in bf16: its tokens beside `transformers`, and a decode step against its byte floor.
 5. Blocks pulled by NIXL from one GPU pool into another.
 
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.gpu import correctness, engine, speed, transfer
+from bench.gpu import choices, correctness, engine, speed, transfer
 
 
 def arguments() -> argparse.Namespace:
@@ -46,6 +47,7 @@ def main() -> None:
         raise SystemExit("no CUDA device here; `--device cpu` rehearses the script")
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "correctness": lambda: correctness.check_all(device),
+        "choices": lambda: choices.check_all(device),
         "speed": lambda: speed.measure(device),
         "engine": lambda: engine.run(given.model, device),
         "transfer": lambda: transfer.run(device),
@@ -62,7 +64,7 @@ def main() -> None:
             failed.append(f"{name} broke: {result[name]['error']}")
         print(f"{name} ({time.perf_counter() - started_s:.1f} s): {json.dumps(result[name], indent=2)}", flush=True)
     result["seconds"] = time.perf_counter() - began_s
-    failed += [f"wrong: {case}" for case in result["correctness"].get("wrong", [])]
+    failed += [f"wrong: {case}" for part in ("correctness", "choices") for case in result[part].get("wrong", [])]
     if device.type == "cuda":
         failed += [f"missed: {bar}" for bar in result["speed"].get("missed", []) + result["engine"].get("missed", [])]
     if given.out:

@@ -1,5 +1,7 @@
 """Attention against what the device can do: copying memory, multiplying matrices, and torch's own attention.
 
+Sampling and checksums read their input once, and are timed with their answer on the host.
+
 Decode reads every key and value once, so its ceiling is the rate at which memory is read and written by a copy; prefill
 multiplies, so its ceiling is a large bf16 product. torch's attention gets contiguous keys and values, which paging has
 to do without.
@@ -7,6 +9,7 @@ to do without.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +17,10 @@ from torch.nn import functional
 
 from bench.gpu.inputs import Inputs, Work, make, seconds
 from services.engine.kernels import paged_attention
+from services.engine.sampling import SamplingRow, sample
+from services.engine.sequence import SamplingParams
+from services.kvtransfer.checksum import BlockMemory
+from services.kvtransfer.layout import checksum_for
 
 LEAST_DECODE_SHARE = 0.80  # of the copy's bandwidth
 LEAST_PREFILL_SHARE = 0.60  # of the matmul's rate
@@ -47,6 +54,8 @@ def measure(device: torch.device) -> dict[str, Any]:
         found[name]["share_of_matmul"] = found[name]["tflop_per_s"] * 1e12 / flop_per_s
         if found[name]["share_of_matmul"] < LEAST_PREFILL_SHARE:
             missed.append(f"{name}: {found[name]['share_of_matmul']:.2f} of the product, bar {LEAST_PREFILL_SHARE}")
+    found |= _sampling(device, copy_bytes_per_s, *((64, 128_256) if large else (2, 1000)))
+    found |= _checksums(device, copy_bytes_per_s, *((256, 2**21) if large else (2, 4096)))
     return found | {"missed": missed}
 
 
@@ -60,6 +69,37 @@ def copy_rate(device: torch.device, num_bytes: int) -> float:
 def _matmul_rate(device: torch.device, size: int) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     return float(2 * size**3) / seconds(lambda: a @ b, device)
+
+
+def _sampling(device: torch.device, copy_bytes_per_s: float, num_rows: int, vocab_size: int) -> dict[str, Any]:
+    """One pass over the logits, tokens read back, beside torch's way; without a bar until one was measured."""
+    logits = torch.randn(num_rows, vocab_size, device=device)
+    found: dict[str, Any] = {}
+    for name, temperature in {"greedy": 0.0, "drawn": 1.0}.items():
+        rows = [SamplingRow(SamplingParams(temperature=temperature, seed=r), 5) for r in range(num_rows)]
+        ours = seconds(partial(sample, logits, rows), device)
+        found[f"sampling, {name}, {num_rows} x {vocab_size}"] = {
+            "us": ours * 1e6,
+            "torch_us": seconds(partial(sample, logits, rows, "torch"), device) * 1e6,
+            "share_of_copy": logits.numel() * 4 / ours / copy_bytes_per_s,
+        }
+    return found
+
+
+def _checksums(device: torch.device, copy_bytes_per_s: float, num_blocks: int, block_bytes: int) -> dict[str, Any]:
+    """`mix32x2` of scattered blocks, numbers read back; the rest as above."""
+    pool = torch.randint(0, 256, (num_blocks * block_bytes,), dtype=torch.uint8, device=device)
+    memory = BlockMemory(pool, block_bytes, checksum_for(device.type, block_bytes))
+    ids = torch.randperm(num_blocks).tolist()
+    taken = seconds(lambda: memory.checksums(ids), device)
+    num_bytes = num_blocks * block_bytes
+    return {
+        f"checksums, {num_blocks} x {block_bytes} bytes": {
+            "us": taken * 1e6,
+            "gb_per_s": num_bytes / taken / 1e9,
+            "share_of_copy": num_bytes / taken / copy_bytes_per_s,
+        }
+    }
 
 
 def num_bytes(work: Work) -> int:

@@ -1,11 +1,13 @@
 """Runs a batch: scheduled sequences in, one sampled token per sequence that reached its end out.
 
-1. Flatten: the batch's tokens, positions, slots and block tables become step tensors (host first, one copy per tensor).
+1. Flatten: the batch's tokens, positions, slots and block tables become step tensors (host first, one copy for all).
 2. Forward: the model writes the step's KV into the cache and returns logits of the rows to be sampled.
 3. Sample: one pass over those rows; reading the tokens is the step's one synchronisation with the device.
 
 It knows nothing of requests, and decides nothing.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from services.engine.kernels import Paging
 from services.engine.kv_cache import KVCache
 from services.engine.models.interface import DecoderModel, StepTensors
 from services.engine.sampling import SamplingRow, sample
+from services.engine.staging import Staging
 
 
 class ModelRunner:
@@ -28,6 +31,7 @@ class ModelRunner:
             raise ValueError(f"the cache's shape {shape} is not the model's")
         self._model = model
         self._kv_cache = kv_cache
+        self._staging = None if model.device.type == "cpu" else Staging(model.device)
 
     def run(self, batch: Batch) -> list[SampledToken]:
         """Compute the batch; return one token per item with `sample`, in order."""
@@ -49,7 +53,7 @@ class ModelRunner:
         return self._model.forward(self._flatten(batch.items), self._kv_cache)
 
     def _flatten(self, items: list[ScheduledSequence]) -> StepTensors:
-        block_size, device = self._kv_cache.shape.block_size, self._model.device
+        block_size = self._kv_cache.shape.block_size
         lengths = np.array([item.num_tokens for item in items])
         starts = np.array([item.start for item in items])
         query_starts = np.concatenate(([0], lengths.cumsum()))
@@ -61,21 +65,38 @@ class ModelRunner:
         for item, first in zip(items, query_starts.tolist(), strict=False):
             token_ids[first : first + item.num_tokens] = item.seq.token_ids(item.start, item.start + item.num_tokens)
         sampled = np.array([item.sample for item in items])
+        tensors = self._tensors(
+            {
+                "block_tables": tables,
+                "seq_lens": (starts + lengths).astype(np.int32),
+                "query_starts": query_starts.astype(np.int32),
+                "slot_mapping": slots,
+                "token_ids": token_ids,
+                "position_ids": positions,
+                "sample_rows": query_starts[1:][sampled] - 1,
+            }
+        )
         paging = Paging(
-            block_tables=_tensor(tables, device),
-            seq_lens=_tensor((starts + lengths).astype(np.int32), device),
-            query_starts=_tensor(query_starts.astype(np.int32), device),
-            slot_mapping=_tensor(slots, device),
+            block_tables=tensors["block_tables"],
+            seq_lens=tensors["seq_lens"],
+            query_starts=tensors["query_starts"],
+            slot_mapping=tensors["slot_mapping"],
             host_seq_lens=(starts + lengths).tolist(),
             host_query_starts=query_starts.tolist(),
             block_size=block_size,
         )
         return StepTensors(
-            token_ids=_tensor(token_ids, device),
-            position_ids=_tensor(positions, device),
-            sample_rows=_tensor(query_starts[1:][sampled] - 1, device),
+            token_ids=tensors["token_ids"],
+            position_ids=tensors["position_ids"],
+            sample_rows=tensors["sample_rows"],
             paging=paging,
         )
+
+    def _tensors(self, arrays: dict[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
+        """The arrays on the device; on a CPU they share the memory."""
+        if self._staging is None:
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return dict(zip(arrays, self._staging.to_device(list(arrays.values())), strict=True))
 
 
 def _block_tables(items: list[ScheduledSequence], block_size: int) -> NDArray[np.int32]:
@@ -87,9 +108,3 @@ def _block_tables(items: list[ScheduledSequence], block_size: int) -> NDArray[np
         row[:count] = item.seq.block_ids[:count]
         row[count:] = row[0]
     return tables
-
-
-def _tensor(array: NDArray[np.int32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """The array on the device; on a CPU it shares the memory."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

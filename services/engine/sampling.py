@@ -4,11 +4,15 @@ Order: min_tokens, temperature, top_k, top_p over what top_k left, min_p. A toke
 argmax of log-probability plus Gumbel noise is a sample), with noise from a counter-based hash of (seed, choice, index,
 token id): it depends on nothing else, so neither on the batch nor on the worker. Tokens that tie with the last one a
 filter keeps are kept. Log-probabilities are those of the model's own distribution, before any of the above.
+
+On a CUDA device rows without top_k and top_p are served by `kernels/sampling_triton.py`, which chooses the same tokens.
 """
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -35,23 +39,60 @@ class SamplingRow:
         return self.params.temperature < GREEDY_BELOW
 
 
-def sample(logits: torch.Tensor, rows: Items[SamplingRow]) -> list[SampledToken]:
-    """Choose one token per row of `logits` [num_rows, vocab_size] (float32; not changed)."""
+def sample(
+    logits: torch.Tensor, rows: Items[SamplingRow], backend: Literal["auto", "torch", "triton"] = "auto"
+) -> list[SampledToken]:
+    """Choose one token per row of `logits` [num_rows, vocab_size] (float32; not changed).
+
+    `auto` is `triton` on CUDA devices, `torch` elsewhere.
+    """
     allowed = _mask_endings(logits, rows)
-    chosen = allowed.argmax(-1)
-    drawn = [r for r, row in enumerate(rows) if not row.is_greedy]
-    filtered = [r for r in drawn if rows[r].params.top_k > 0 or rows[r].params.top_p < 1.0]
-    unfiltered = [r for r in drawn if r not in set(filtered)]
-    for ids, draw in ((filtered, _draw_filtered), (unfiltered, _draw_unfiltered)):
-        if ids:
-            at = torch.tensor(ids, device=logits.device)
-            temperatures = torch.tensor([rows[r].params.temperature for r in ids], device=logits.device)
-            chosen[at] = draw(allowed[at] / temperatures[:, None], [rows[r] for r in ids])
+    filtered = [r for r, row in enumerate(rows) if _is_filtered(row)]
+    whole = sorted(set(range(len(rows))) - set(filtered))  # rows that look at their whole vocabulary
+    if backend == "triton" or (backend == "auto" and logits.device.type == "cuda"):
+        chosen = _choose_on_device(allowed, rows, whole)
+    else:
+        chosen = allowed.argmax(-1)
+        _draw_rows(chosen, allowed, rows, [r for r in whole if not rows[r].is_greedy], _draw_unfiltered)
+    _draw_rows(chosen, allowed, rows, filtered, _draw_filtered)
     token_ids: list[int] = chosen.tolist()
     sampled = [SampledToken(token_id) for token_id in token_ids]
     for r, token in _with_logprobs(logits, rows, token_ids):
         sampled[r] = token
     return sampled
+
+
+def _is_filtered(row: SamplingRow) -> bool:
+    """Whether the row is drawn from its best tokens only."""
+    return not row.is_greedy and (row.params.top_k > 0 or row.params.top_p < 1.0)
+
+
+def _draw_rows(
+    chosen: torch.Tensor,
+    allowed: torch.Tensor,
+    rows: Items[SamplingRow],
+    ids: list[int],
+    draw: Callable[[torch.Tensor, list[SamplingRow]], torch.Tensor],
+) -> None:
+    """Put the tokens of rows `ids` into `chosen`."""
+    if ids:
+        at = torch.tensor(ids, device=allowed.device)
+        temperatures = torch.tensor([rows[r].params.temperature for r in ids], device=allowed.device)
+        chosen[at] = draw(allowed[at] / temperatures[:, None], [rows[r] for r in ids])
+
+
+def _choose_on_device(allowed: torch.Tensor, rows: Items[SamplingRow], ids: list[int]) -> torch.Tensor:
+    """The tokens of rows `ids`, `[num_rows]`; what stands in the other rows is not defined."""
+    from services.engine.kernels import sampling_triton  # slow to import, and of no use without a GPU
+
+    chosen = torch.empty(len(rows), dtype=torch.int64, device=allowed.device)
+    if ids:
+        keys = _mixed_keys(_keys([rows[r] for r in ids]))
+        temperatures = [0.0 if rows[r].is_greedy else rows[r].params.temperature for r in ids]
+        log_min_ps = [_log_min_p(rows[r]) for r in ids]
+        draws = map(sampling_triton.Draw, ids, keys, temperatures, log_min_ps)
+        sampling_triton.choose(allowed, list(draws), chosen)
+    return chosen
 
 
 def gumbel_noise(keys: Items[tuple[int, int, int]], token_ids: torch.Tensor) -> torch.Tensor:
@@ -60,8 +101,7 @@ def gumbel_noise(keys: Items[tuple[int, int, int]], token_ids: torch.Tensor) -> 
     23 random bits a value. Two rounds of a 32-bit integer hash (lowbias32, Chris Wellons' "hash prospector") over the
     token id, keyed by two halves of a 64-bit mix (splitmix64) of the key.
     """
-    mixed = [_mix64(_mix64(_mix64(seed & _MASK64) ^ choice) ^ index) for seed, choice, index in keys]
-    halves = torch.tensor([[_signed32(key >> 32), _signed32(key)] for key in mixed], dtype=torch.int32)
+    halves = torch.tensor([[_signed32(key >> 32), _signed32(key)] for key in _mixed_keys(keys)], dtype=torch.int32)
     low, high = halves.to(token_ids.device).unbind(1)
     hashed = _lowbias32(token_ids * _signed32(0x9E3779B9) + low[:, None])
     hashed = _lowbias32(hashed.bitwise_xor_(high[:, None]))
@@ -87,7 +127,7 @@ def _mask_endings(logits: torch.Tensor, rows: Items[SamplingRow]) -> torch.Tenso
 def _draw_unfiltered(scaled: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
     """Draw from the whole vocabulary, but for what min_p excludes."""
     if any(row.params.min_p > 0 for row in rows):
-        threshold = scaled.amax(-1, keepdim=True) + _log_min_p(rows, scaled.device)
+        threshold = scaled.amax(-1, keepdim=True) + _log_min_ps(rows, scaled.device)
         scaled = scaled.masked_fill(scaled < threshold, float("-inf"))
     token_ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)[None]
     return (gumbel_noise(_keys(rows), token_ids) + scaled).argmax(-1)
@@ -120,12 +160,15 @@ def _threshold(values: torch.Tensor, scaled: torch.Tensor, rows: list[SamplingRo
     before[:, 0] = 0.0  # the first is kept whatever top_p
     kept = in_top_k & (before < top_p[:, None])
     lowest = values.gather(1, kept.sum(-1, keepdim=True) - 1)
-    return torch.maximum(lowest, values[:, :1] + _log_min_p(rows, values.device))
+    return torch.maximum(lowest, values[:, :1] + _log_min_ps(rows, values.device))
 
 
-def _log_min_p(rows: list[SamplingRow], device: torch.device) -> torch.Tensor:
-    logs = [math.log(row.params.min_p) if row.params.min_p > 0 else float("-inf") for row in rows]
-    return torch.tensor(logs, dtype=torch.float32, device=device)[:, None]
+def _log_min_p(row: SamplingRow) -> float:
+    return math.log(row.params.min_p) if row.params.min_p > 0 else float("-inf")
+
+
+def _log_min_ps(rows: list[SamplingRow], device: torch.device) -> torch.Tensor:
+    return torch.tensor([_log_min_p(row) for row in rows], dtype=torch.float32, device=device)[:, None]
 
 
 def _with_logprobs(
@@ -154,6 +197,11 @@ def _with_logprobs(
 
 def _keys(rows: list[SamplingRow]) -> list[tuple[int, int, int]]:
     return [(row.params.seed, row.choice, row.index) for row in rows]
+
+
+def _mixed_keys(keys: Items[tuple[int, int, int]]) -> list[int]:
+    """64 bits for each (seed, choice, index)."""
+    return [_mix64(_mix64(_mix64(seed & _MASK64) ^ choice) ^ index) for seed, choice, index in keys]
 
 
 def _mix64(x: int) -> int:

@@ -82,7 +82,7 @@ class Connector:
         loop = asyncio.get_running_loop()
         self._transport = transport
         self._endpoint: Endpoint | None = None
-        memory, epochs, feed = BlockMemory(pool, layout.block_bytes), EpochBook(), OfferFeed()
+        memory, epochs, feed = BlockMemory(pool, layout.block_bytes, layout.checksum), EpochBook(), OfferFeed()
         leases = LeaseTable(limits.lease_s)
         self._pulls = Pulls(transport, memory, post, limits.pulls, faults.from_environment(), self._want_contact)
         self._beat = ServeBeat(transport.serve, lambda: leases.num_open > 0)

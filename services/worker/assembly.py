@@ -16,7 +16,7 @@ from services.engine.policies import Admission
 from services.engine.scheduler import Scheduler, SchedulerConfig
 from services.engine.weights import load_model, tokenizer_fingerprint, weights_fingerprint
 from services.kvtransfer.connector import make_transport
-from services.kvtransfer.layout import KVLayout
+from services.kvtransfer.layout import KVLayout, checksum_for
 from services.kvtransfer.transport import Transport
 from services.runtime.model_store import read_model_info, resolve
 from services.runtime.process import Identity
@@ -78,6 +78,9 @@ def assemble(settings: WorkerSettings, identity: Identity) -> Assembly:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_bytes=shape.block_bytes,
+        checksum=(
+            checksum_for(settings.device, shape.block_bytes) if settings.checksum == "auto" else settings.checksum
+        ),
         weights_fingerprint=weights_fingerprint(folder) + ("-int8" if in_int8 else ""),  # another model's KV
         tokenizer_fingerprint=tokenizer_fingerprint(folder),
     )

@@ -32,6 +32,9 @@ class WorkerSettings(ProcessSettings):
     max_inbound_share: float = Field(0.5, gt=0, le=1, description="most of the pool that transfers may be filling")
     directory: str = Field("", description="host:port of the kvtransfer process; empty: none")
     transport: Literal["nixl", "shm"] = "nixl"
+    checksum: Literal["auto", "xxh3_64", "mix32x2"] = Field(
+        "auto", description="of transferred blocks, the same in both pools; auto: xxh3_64 on CPUs, mix32x2 on GPUs"
+    )
     lease_s: float = Field(5.0, gt=0, description="how long offered blocks stay without renewal")
     room_wait_s: float = Field(10.0, gt=0, description="how long an inbound handoff may wait for blocks")
     renewal_s: float = Field(

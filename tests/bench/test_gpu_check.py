@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import correctness, speed
+from bench.gpu import choices, correctness, speed
 from bench.gpu.inputs import Work
 from services.engine.kernels import fused
+from services.engine.models.graphs import Bucket, DecodeBuffers
+from services.engine.models.interface import StepTensors
+from services.kvtransfer.checksum import BlockMemory
 
 CPU = torch.device("cpu")
 
@@ -23,6 +26,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert result["rehearsal"] is True
     assert result["failed"] == []
     assert result["correctness"]["wrong"] == []
+    assert result["choices"]["wrong"] == []
     assert result["engine"]["same_tokens_as_float32"] == 1
     assert result["transfer"]["every_byte_arrived"] is True
 
@@ -42,6 +46,23 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_leaves_something_unwritten_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "silu_and_mul", lambda gate_up: torch.full_like(gate_up[:, ::2], float("nan")))
     assert len(correctness.check_all(CPU)["wrong"]) == 2
+
+
+def test_wrong_choices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding that writes, a checksum that overlooks a byte, tokens that differ: on the CPU as it would be on a GPU."""
+    monkeypatch.setattr(choices, "VOCABULARIES", (1000,))
+    monkeypatch.setattr(choices, "BLOCK_BYTES", (64,))
+    monkeypatch.setattr(BlockMemory, "flip_byte", lambda self, block_id: None)
+    fill, tokens = DecodeBuffers.fill, iter(range(10**6))
+
+    def padding_that_writes(self: DecodeBuffers, step: StepTensors, bucket: Bucket) -> None:
+        fill(self, step, bucket)
+        self._lengths = self._lengths + [1] * (bucket.rows - len(self._lengths))
+
+    monkeypatch.setattr(DecodeBuffers, "fill", padding_that_writes)
+    monkeypatch.setattr(choices, "sample", lambda logits, rows: [next(tokens) for _ in rows])
+    names = ["same tokens, vocabulary 1000", "checksums of 64 bytes", "replayed decode steps"]
+    assert choices.check_all(CPU)["wrong"] == names
 
 
 def test_bytes_and_operations_by_hand() -> None:

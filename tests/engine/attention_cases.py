@@ -44,6 +44,14 @@ CASES = {
 }
 
 
+DECODES = {  # for padding behind them
+    "decodes": CASES["decodes"],
+    "long decode": CASES["long decode"],
+    "window and softcap": Case(((1, 1), (1, 7), (1, 40)), window=5, softcap=2.0),
+    "odd sizes": Case(((1, 11), (1, 17)), num_heads=9, num_kv_heads=3, head_dim=20, block_size=3),
+}
+
+
 @dataclass(frozen=True)
 class Inputs:
     query: torch.Tensor
@@ -85,6 +93,30 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     paging = _paging(case, tables, slots)
     write_kv(layer, torch.from_numpy(np.concatenate(new_keys)), torch.from_numpy(np.concatenate(new_values)), paging)
     return Inputs(query, layer, paging, torch.from_numpy(np.stack(expected)).float())
+
+
+def with_padding(inputs: Inputs, num: int, columns: int, bound: int | None = None) -> tuple[torch.Tensor, Paging]:
+    """Query and paging of a step of decodes with `num` rows of padding behind it and block tables of `columns`.
+
+    `bound`: what the host lists say of every sequence's length, as in a CUDA graph.
+    """
+    paging = inputs.paging
+    rows = len(paging.host_seq_lens)
+    tables = torch.zeros(rows + num, columns, dtype=torch.int32)  # block 0 of `make_inputs` may well be all NaN
+    tables[:rows, : paging.block_tables.shape[1]] = paging.block_tables
+    query = torch.cat([inputs.query, torch.full((num, *inputs.query.shape[1:]), 3.0)])
+    lengths = paging.host_seq_lens + [0] * num
+    starts = list(range(rows + num + 1))
+    return query, Paging(
+        block_tables=tables,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        slot_mapping=torch.cat([paging.slot_mapping, torch.full((num,), -1)]),
+        host_seq_lens=lengths if bound is None else [bound] * len(lengths),
+        host_query_starts=starts,
+        block_size=paging.block_size,
+        num_padding_tokens=num,
+    )
 
 
 def _dense(query: np.ndarray, key: np.ndarray, value: np.ndarray, position: int, case: Case) -> np.ndarray:

@@ -85,7 +85,22 @@ def check_rotate_and_write(
     assert int(torch.isfinite(layer).sum()) == num_tokens * 2 * num_kv_heads * head_dim
 
 
-def paging(slots: NDArray[np.int64], block_size: int) -> Paging:
+def check_padding_is_written_nowhere(module: ModuleType) -> None:
+    """Slot -1, behind two real ones: of eight slots just those two are written, and the queries are as without it."""
+    qkv = normal(np.random.default_rng(1), 5, 4 * 8)
+    layer = torch.full((2, 2, 1, 4, 8), float("nan"))
+    tables = (torch.ones(3, 4), torch.zeros(3, 4))
+    slots, positions = np.array([6, 1, -1, -1, -1]), torch.tensor([1, 2, 0, 0, 0])
+    query = module.rotate_and_write(qkv, layer, paging(slots, 4, num_padding=3), positions, tables)
+    assert torch.equal(query[:2].flatten(1), qkv[:2, :16])  # not rotated: the cosine is 1
+    written = torch.isfinite(layer).all(-1)[:, :, 0]  # [blocks, 2, slots]
+    assert [slot.tolist() for slot in written.all(1).nonzero()] == [[0, 1], [1, 2]]
+    assert int(written.sum()) == 2 * 2
+    assert torch.equal(layer[1, 0, 0, 2], qkv[0, 16:24]) and torch.equal(layer[0, 1, 0, 1], qkv[1, 24:])
+
+
+def paging(slots: NDArray[np.int64], block_size: int, num_padding: int = 0) -> Paging:
     """Only the slots matter here."""
     none = torch.zeros(0, dtype=torch.int32)
-    return Paging(none, none, none, torch.from_numpy(slots.astype(np.int64)), [], [], block_size)
+    at = torch.from_numpy(slots.astype(np.int64))
+    return Paging(none, none, none, at, [], [], block_size, num_padding)

@@ -31,3 +31,7 @@ def test_add_rms_norm_and_silu(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 def test_rotate_and_write(heads: str, dtype: torch.dtype, normed: bool) -> None:
     fused_cases.check_rotate_and_write(fused_triton, HEADS[heads], 4, dtype, normed=normed)
+
+
+def test_padding_is_written_nowhere() -> None:
+    fused_cases.check_padding_is_written_nowhere(fused_triton)

@@ -30,3 +30,7 @@ def test_add_rms_norm_and_silu(backend: ModuleType, size: int, dtype: torch.dtyp
 @pytest.mark.parametrize("heads", HEADS)
 def test_rotate_and_write(backend: ModuleType, heads: str, dtype: torch.dtype, normed: bool) -> None:
     fused_cases.check_rotate_and_write(backend, HEADS[heads], 4, dtype, normed=normed)
+
+
+def test_padding_is_written_nowhere(backend: ModuleType) -> None:
+    fused_cases.check_padding_is_written_nowhere(backend)

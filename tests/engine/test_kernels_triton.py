@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.attention_cases import CASES
+from tests.engine.attention_cases import CASES, DECODES
 
-FILES = {"kernels_triton_interpreted.py": len(CASES) * 2 + 2, "kernels_fused_interpreted.py": 8 + 16}  # and their tests
+FILES = {  # and their tests
+    "kernels_triton_interpreted.py": len(CASES) * 2 + len(DECODES) * 2 + 2,
+    "kernels_fused_interpreted.py": 8 + 16 + 1,
+    "kernels_sampling_interpreted.py": 7 + 7,
+}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import xxhash
 
-from services.kvtransfer import metrics
+from services.kvtransfer import checksum_mix, metrics
 from services.kvtransfer.connector import ConnectorLimits
 from services.kvtransfer.fake_transport import FakeFabric
 from services.kvtransfer.holder_stub import LinkLimits
@@ -44,11 +44,12 @@ def with_pair(
     *,
     limits: ConnectorLimits | None = None,
     holder_options: dict[str, Any] | None = None,
+    puller_options: dict[str, Any] | None = None,
 ) -> None:
     async def body() -> None:
         fabric = FakeFabric()
         holder = await Worker("prefill", fabric=fabric, limits=limits, **(holder_options or {})).start()
-        puller = await Worker("decode", fabric=fabric, limits=limits).start()
+        puller = await Worker("decode", fabric=fabric, limits=limits, **(puller_options or {})).start()
         try:
             await scenario(holder, puller, fabric)
         finally:
@@ -148,6 +149,32 @@ def test_a_corrupt_block_is_caught_named_and_told_to_its_holder() -> None:
         assert (await holder.ended()).corrupt_indices == (1,)
 
     with_pair(scenario)
+
+
+@pytest.mark.parametrize("kind", ["xxh3_64", "mix32x2"])
+def test_either_kind_of_checksum_catches_a_flipped_bit(kind: str) -> None:
+    async def scenario(holder: Worker, puller: Worker, fabric: FakeFabric) -> None:
+        holder.fill([1, 2, 3], 70)
+        holder.offers.open("h", 48, [1, 2, 3])
+        holder.offers.progress("h", 48)
+        puller.fetches.begin("h", holder.ref)
+        ready = await puller.message(HandoffReady)
+        take = checksum_mix.checksum if kind == "mix32x2" else xxhash.xxh3_64_intdigest
+        assert [b.checksum for b in ready.blocks] == [take(holder.blocks[i]) for i in (1, 2, 3)]
+        holder.blocks[3, LAYOUT.block_bytes - 1] ^= 0x80
+        puller.fetch("h", ready.blocks, [11, 12, 13])
+        assert await puller.message(BlocksCorrupt) == BlocksCorrupt("h", (2,))
+        assert (await puller.message(BlocksFetched)).indices == (0, 1)
+
+    options = {"layout": replace(LAYOUT, checksum=kind)}
+    with_pair(scenario, holder_options=options, puller_options=options)
+
+
+def test_different_kinds_of_checksum_are_refused_by_name() -> None:
+    async def scenario(holder: Worker, puller: Worker, fabric: FakeFabric) -> None:
+        assert await puller.fetches.warm_up(holder.ref) == "failed_precondition: checksum: mix32x2 here, xxh3_64 there"
+
+    with_pair(scenario, holder_options={"layout": replace(LAYOUT, checksum="mix32x2")})
 
 
 def test_a_fault_from_the_environment_corrupts_one_block(monkeypatch: pytest.MonkeyPatch) -> None:

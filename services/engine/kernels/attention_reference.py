@@ -107,7 +107,7 @@ def _decode_plan(
         allowed = positions < lengths
         if window is not None:
             allowed = allowed & (positions > lengths - 1 - window)
-        seen = torch.where(allowed, positions, lengths - 1)  # elsewhere may lie NaN, and 0 * NaN is NaN
+        seen = torch.where(allowed, positions, (lengths - 1).clamp(min=0))  # elsewhere may lie NaN, and 0 * NaN is NaN
         tables = paging.block_tables[torch.tensor(paging.decode_ids, device=device)].long()
         blocks = tables.gather(1, seen // paging.block_size)
         paging.memo[memo_key] = (blocks, allowed, seen % paging.block_size)

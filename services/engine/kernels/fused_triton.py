@@ -72,6 +72,7 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
         kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
         target = layer + slot // BLOCK_SIZE * stride_lb + slot % BLOCK_SIZE * stride_ls + kv_head * stride_lh
         target += tl.where(is_value, stride_lp, 0)
+        there = there & (slot >= 0)  # padding is written nowhere
         tl.store(target + n, first.to(layer.dtype.element_ty), mask=there)
         tl.store(target + HALF + n, second.to(layer.dtype.element_ty), mask=there)
 

@@ -1,8 +1,9 @@
 """The fused path: Llama-shaped models on a GPU, five products a layer and the least between them.
 
 Query, key and value are one product, gate and up another; normalisation, rotation, the KV write and SiLU are the fused
-operators of `kernels/fused.py`. Logits are float32 whatever the weights' type. Where there is no GPU the same code
-runs on the operators' torch references, which is how its tokens are tested.
+operators of `kernels/fused.py`. Logits are float32 whatever the weights' type. Steps of decodes are replayed as CUDA
+graphs (`graphs.py`). Where there is no GPU the same code runs on the operators' torch references, which is how its
+tokens are tested.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from services.engine.kernels import paged_attention
 from services.engine.kernels.fused import add_rms_norm, rotate_and_write, silu_and_mul
 from services.engine.kv_cache import KVCache, KVShape
 from services.engine.models import llama_shape
+from services.engine.models.graphs import Capture, DecodeGraphs, default_capture
 from services.engine.models.interface import StepTensors
 from services.engine.models.llama_shape import LayerWeights
 
@@ -43,8 +45,12 @@ class FusedModel:
         weights: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
         device: torch.device | str,
+        capture: Capture | None = None,
     ) -> None:
-        """Take the weights, named as in a checkpoint, to the device one at a time. Raises UnsupportedModelError."""
+        """Take the weights, named as in a checkpoint, to the device one at a time. Raises UnsupportedModelError.
+
+        `capture` makes graphs of decode steps; without one CUDA devices take `graphs.CudaCapture`.
+        """
         llama_shape.refuse(config, weights)
         self.device = torch.device(device)
         self.dtype = dtype
@@ -60,6 +66,10 @@ class FusedModel:
         self._head = self._embedding if config.tie_word_embeddings else self._put(weights["lm_head.weight"])
         cos, sin = llama_shape.rotation_tables(config, self.max_model_len)
         self._tables = (cos.to(self.device), sin.to(self.device))
+        capture = capture or default_capture(self.device)
+        self._graphs = (
+            DecodeGraphs(self._compute, self.vocab_size, self.max_model_len, self.device, capture) if capture else None
+        )
 
     def kv_shape(self, num_blocks: int, block_size: int = 16) -> KVShape:
         """Return the shape of a cache for this model."""
@@ -67,7 +77,15 @@ class FusedModel:
 
     @torch.inference_mode()
     def forward(self, step: StepTensors, kv_cache: KVCache) -> torch.Tensor:
-        """Write the step's KV into the cache and return logits `[num_samples, vocab_size]` in float32."""
+        """Write the step's KV into the cache and return logits `[num_samples, vocab_size]` in float32.
+
+        Those of a step of decodes may be overwritten by the next call's.
+        """
+        if self._graphs is not None and (logits := self._graphs.run(step, kv_cache)) is not None:
+            return logits
+        return self._compute(step, kv_cache)
+
+    def _compute(self, step: StepTensors, kv_cache: KVCache) -> torch.Tensor:
         hidden = functional.embedding(step.token_ids, self._embedding)
         residual: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
