@@ -1,14 +1,19 @@
-"""The processes that `bench.transfer` measures: holders and pullers of each transport, and a plain memcpy."""
+"""The processes that `bench.transfer` measures: holders and pullers of each transport, and a plain memcpy.
+
+CPU time is that of a whole process, user and system: of the puller during the pull, of the holder while it serves.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
+import mmap
 import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,6 +35,14 @@ TIMEOUT_S = 120.0
 def random_pool(pool: torch.Tensor, seed: int) -> None:
     """Fills a pool with bytes that no memory system can shorten."""
     pool.copy_(torch.randint(0, 256, (pool.numel(),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+
+
+def huge_pages(num_bytes: int) -> torch.Tensor:
+    """Zeroed private memory, touched, in huge pages where there are some: a peer gets what our pools get."""
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8).zero_()
 
 
 class Holder:
@@ -90,13 +103,16 @@ class Puller:
             self.transport.disconnect(remote.peer)
         return seconds
 
-    def pull(self, remote: list[int], local: list[int], checksums: list[int] | None) -> float:
-        """Seconds of one pull; with checksums, until they are verified. Raises RuntimeError where they are wrong."""
-        started_s = time.perf_counter()
+    def pull(self, remote: list[int], local: list[int], checksums: list[int] | None) -> tuple[float, float]:
+        """Seconds of one pull, and of CPU time; with checksums, until they are verified.
+
+        Raises RuntimeError where they are wrong.
+        """
+        cpu_s, started_s = time.process_time(), time.perf_counter()
         self._wait(self.transport.read(PeerRef("holder", "0"), remote, local))
         if checksums is not None and self._memory.checksums(local) != checksums:
             raise RuntimeError("a checksum is wrong")
-        return time.perf_counter() - started_s
+        return time.perf_counter() - started_s, time.process_time() - cpu_s
 
     def path(self) -> str:
         """What carried the bytes."""
@@ -110,12 +126,15 @@ class Puller:
 
 
 class Memcpy:
-    """The yardstick: the same blocks copied within one process, one memcpy per block."""
+    """The yardstick: the same blocks copied within one process, one memcpy per block, in memory as malloc gives it.
 
-    def __init__(self, _kind: str, layout: KVLayout, num_blocks: int) -> None:
+    `huge`: between huge pages, which /dev/shm does not have as it is commonly mounted.
+    """
+
+    def __init__(self, huge: bool, layout: KVLayout, num_blocks: int) -> None:
         self._size = layout.block_bytes
-        self._source = torch.empty(num_blocks * self._size, dtype=torch.uint8)
-        self._target = torch.zeros_like(self._source)
+        make = huge_pages if huge else partial(torch.zeros, dtype=torch.uint8)
+        self._source, self._target = (make(num_blocks * self._size) for _ in range(2))
         random_pool(self._source, 1)
         self._memory = BlockMemory(self._target, self._size)
 
@@ -123,15 +142,15 @@ class Memcpy:
         """Nobody reads from it."""
         return None
 
-    def pull(self, remote: list[int], local: list[int], checksums: list[int] | None) -> float:
-        """Seconds of the copies; with checksums, until those are taken again and compared."""
+    def pull(self, remote: list[int], local: list[int], checksums: list[int] | None) -> tuple[float, float]:
+        """Seconds of the copies, and of CPU time; with checksums, until those are taken again and compared."""
         source, target, size = self._source.data_ptr(), self._target.data_ptr(), self._size
-        started_s = time.perf_counter()
+        cpu_s, started_s = time.process_time(), time.perf_counter()
         for there, here in zip(remote, local, strict=True):
             ctypes.memmove(target + here * size, source + there * size, size)
         if checksums is not None and self._memory.checksums(local) != checksums:
             raise RuntimeError("a checksum is wrong")
-        return time.perf_counter() - started_s
+        return time.perf_counter() - started_s, time.process_time() - cpu_s
 
 
 def _run(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
@@ -143,13 +162,13 @@ def _run(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...],
     serving = False
     beat = ServeBeat(end.serve, lambda: True)
     while True:
-        while serving and not pipe.poll(beat.poll() or BUSY_POLL_S):
+        while serving and not pipe.poll(beat.poll()):
             pass
         with contextlib.suppress(EOFError):
             name, arguments = pipe.recv()
             if name == "serving":
                 serving = arguments[0]
-                pipe.send(None)
+                pipe.send(time.process_time())
             else:
                 pipe.send(getattr(end, name)(*arguments))
             continue

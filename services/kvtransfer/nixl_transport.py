@@ -7,13 +7,16 @@ Facts this file rests on (nixl 1.5.1, measured; see design/libraries.md):
 - a killed peer raises nixlRemoteDisconnectError from the state check; a frozen one stays in progress for ever, and its
   bytes land when it wakes, whatever was released here: so a handle is kept, and polled, until it is settled;
 - over shared memory `transfer()` copies inline: it belongs on the transfer thread;
+- cross-memory attach pins what it reads page by page: from huge pages it takes about half the CPU time per byte;
 - NIXL's progress thread spins: an idle agent takes a whole core. It is off: `poll` and `serve` make progress instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import mmap
 import os
 import time
 from collections.abc import Sequence
@@ -111,12 +114,14 @@ class NixlTransport:
 
     def allocate(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> torch.Tensor:
         """The pool, registered; on a CUDA device it is device memory."""
-        failures: tuple[type[Exception], ...] = (RuntimeError, *self._errors)
+        failures: tuple[type[Exception], ...] = (OSError, RuntimeError, *self._errors)
+        num_bytes = num_blocks * layout.block_bytes
         try:
-            self._pool = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=device)
+            on_host = torch.device(device).type == "cpu"
+            self._pool = _host_zeros(num_bytes) if on_host else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             self._registered = [self._agent.register_memory([self._pool]), self._agent.register_memory([self._scratch])]
         except failures as error:
-            raise TransportError(f"{num_blocks * layout.block_bytes} bytes on {device}: {error}") from error
+            raise TransportError(f"{num_bytes} bytes on {device}: {error}") from error
         self._layout, self._num_blocks = layout, num_blocks
         self._memory = "DRAM" if self._pool.device.type == "cpu" else "VRAM"
         self._device_id = max(self._pool.get_device(), 0)
@@ -255,6 +260,14 @@ class NixlTransport:
             transfer.handle.release()
         except self._errors as error:
             self._log.warning("a transfer handle was not released", error=str(error))
+
+
+def _host_zeros(num_bytes: int) -> torch.Tensor:
+    """Memory in huge pages where the kernel has them, all touched: no pull waits for a page."""
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8).zero_()
 
 
 def _descriptors(base: int, num_blocks: int, block_bytes: int, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
