@@ -40,10 +40,9 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from bench import report
-from bench.peer import fleet, workshop
+from bench.peer import fleet, shown, workshop
 from bench.peer.bars import Bar, judge
 from bench.peer.fleet import AGAIN, DISAGGREGATED, OURS, Yard
 from bench.peer.measures import TTFT, Sizes, decode_name, differing, whole_name
@@ -186,70 +185,6 @@ def ratios_of(figures: Figures) -> dict[str, dict[str, dict[str, dict[str, Any]]
     }
 
 
-def table(result: Mapping[str, Any], measures: list[str]) -> Table:
-    """A row per measure and server: its figure, and pdserve's beside it, colocated and disaggregated."""
-    shown = Table(title="medians (lowest-highest), ratios of pdserve over the other [95 %]", title_justify="left")
-    for head in ("", "server", "its figure", OURS, "ratio", DISAGGREGATED, "ratio"):
-        shown.add_column(head, justify="left" if head in ("", "server") else "right")
-    servers, ratios = result["servers"], result["ratios"]
-    for measure in measures:
-        unit = "ms" if measure == TTFT else "tok/s"
-        for name in servers:
-            if name == DISAGGREGATED or (name == OURS and len(servers) > 1):
-                continue
-            cells = [_figure(servers.get(name), measure)]
-            for mine in (OURS, DISAGGREGATED):
-                cells += [_figure(servers.get(mine), measure), _ratio(ratios, mine, name, measure)]
-            shown.add_row(f"{measure}, {unit}", name, *cells)
-        shown.add_section()
-    starts = {name: each["start_s"] for name, each in servers.items() if "start_s" in each}
-    for name, seconds in starts.items():
-        if name not in (OURS, AGAIN, DISAGGREGATED):
-            cells = [f"{seconds:.1f}"]
-            for mine in (OURS, DISAGGREGATED):
-                has = mine in starts
-                cells += [f"{starts[mine]:.1f}", f"{starts[mine] / seconds:.2f}"] if has else ["", ""]
-            shown.add_row("start to first token, s", name, *cells)
-    return shown
-
-
-def _figure(server: Mapping[str, Any] | None, measure: str) -> str:
-    if server is None:
-        return ""
-    if figures := server.get("figures", {}).get(measure):
-        return report.show(figures, 0 if figures["median"] >= 100 else 1)
-    failed = server["failures"]
-    return "not run" if "" in failed else "not comparable" if measure in failed else ""
-
-
-def _ratio(ratios: Mapping[str, Any], mine: str, theirs: str, measure: str) -> str:
-    found = ratios.get(mine, {}).get(theirs, {}).get(measure)
-    return "" if found is None else f"{found['median']:.2f} [{found['low_95']:.2f}-{found['high_95']:.2f}]"
-
-
-def plot(result: Mapping[str, Any], sizes: Sizes, path: Path) -> None:
-    """Decode throughput by concurrency, time to first token, time to start."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    names = [name for name, each in result["servers"].items() if each["figures"]]
-    panels_of = [decode_name(c) for c in sizes.concurrency] + [TTFT]
-    figure, panels = pyplot.subplots(1, len(panels_of), figsize=(3.2 * len(panels_of), 3.6))
-    for axes, measure in zip(panels, panels_of, strict=True):
-        for at, name in enumerate(names):
-            if values := result["servers"][name]["figures"].get(measure):
-                middle = values["median"]
-                whiskers = [[middle - values["min"]], [values["max"] - middle]]
-                axes.bar(at, middle, 0.7, yerr=whiskers, capsize=3, color=f"C{at}")
-        axes.set(title=measure, ylabel="ms" if measure == TTFT else "tokens/s")
-        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
 def describe(rack: Rack, figures: Figures, failures: Failures, names: list[str]) -> dict[str, Any]:
     """All that is known of each server."""
     found: dict[str, Any] = {}
@@ -317,24 +252,13 @@ def bars_of(result: Mapping[str, Any], asked: list[str]) -> list[Bar]:
     return judge(result["ratios"].get(OURS, {}), starts, failures, asked)
 
 
-def summary_of(result: Mapping[str, Any], sizes: Sizes) -> str:
-    """The figure that matters, in words."""
-    told = []
-    for name, ratios in result["ratios"].get(OURS, {}).items():
-        found = [ratios.get(decode_name(c)) for c in sizes.concurrency]
-        if name not in (AGAIN, DISAGGREGATED) and any(found):
-            told.append(f"{name} " + " / ".join("-" if each is None else f"{each['median']:.2f}" for each in found))
-    streams = " / ".join(str(c) for c in sizes.concurrency)
-    return f"Decode at {streams} streams, pdserve times each peer: {', '.join(told) or 'no peer was run'}."
-
-
 def finish(given: argparse.Namespace, result: dict[str, Any], sizes: Sizes) -> None:
     """Print, write, and exit 1 where --check fails."""
     bars = bars_of(result, given.servers)
-    summary = summary_of(result, sizes)
+    summary = shown.summary(result, sizes)
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
     measures = [name(c) for name in (decode_name, whole_name) for c in sizes.concurrency]
-    console.print(table(result, [*measures, TTFT]))
+    console.print(shown.table(result, [*measures, TTFT]))
     for note in result["notes"]:
         print(note)
     if given.out:
@@ -342,7 +266,7 @@ def finish(given: argparse.Namespace, result: dict[str, Any], sizes: Sizes) -> N
         full = {**result, "quick": given.quick, "rounds": given.rounds}
         full |= {"bars": [bar.told() for bar in bars], "summary": summary}
         (given.out / "result.json").write_text(json.dumps(full, indent=2) + "\n")
-        plot(result, sizes, given.out / "peers.svg")
+        shown.plot(result, sizes, given.out / "peers.svg")
     for bar in bars:
         print(bar.line)
     print(summary)

