@@ -65,7 +65,7 @@ class Pulse:
 
     num_steps: int = 0
     runnable: bool = False
-    last_step_s: float = field(default_factory=time.monotonic)
+    progress_s: float = field(default_factory=time.monotonic)  # a step last ended, or work came to an idle engine
     step_s: float = 0.0  # smoothed
     prefill_tokens_per_s: float = 0.0  # smoothed
 
@@ -124,7 +124,7 @@ class EngineThread:
             else:
                 self._life.receive(message)
         self._life.tick(time.monotonic())
-        self.pulse.runnable = self._engine.has_work()
+        self._look_for_work()
         result = self._engine.step() if self.pulse.runnable else None
         if result is not None:
             self._life.settle(result)
@@ -140,10 +140,17 @@ class EngineThread:
         longest = TENDING_S if self._life.is_tending() else IDLE_S
         return longest if due_s is None else min(longest, max(0.0, due_s - time.monotonic()))
 
+    def _look_for_work(self) -> None:
+        """What waits for a step waits since it came: the idle time before it is no sign of sickness."""
+        runnable = self._engine.has_work()
+        if runnable and not self.pulse.runnable:
+            self.pulse.progress_s = time.monotonic()  # before `runnable`: a heartbeat may read between the two
+        self.pulse.runnable = runnable
+
     def _beat(self, result: StepResult) -> None:
         pulse = self.pulse
         pulse.num_steps += 1
-        pulse.last_step_s = time.monotonic()
+        pulse.progress_s = time.monotonic()
         pulse.step_s = result.duration_s if not pulse.step_s else 0.9 * pulse.step_s + 0.1 * result.duration_s
         if result.num_prefill_tokens > result.num_decode_tokens and result.duration_s > 0:
             rate = result.num_prefill_tokens / result.duration_s

@@ -65,8 +65,8 @@ class Heartbeat:
             load=_load(self._assembly.scheduler, self._assembly.pool, self._pulse),
             progress=heartbeat_pb2.Progress(
                 num_steps=self._pulse.num_steps,
-                runnable=self._pulse.runnable,
-                since_last_step_s=time.monotonic() - self._pulse.last_step_s,
+                runnable=self._pulse.runnable,  # first: whoever becomes runnable has made the time young before
+                since_last_step_s=time.monotonic() - self._pulse.progress_s,
             ),
         )
 

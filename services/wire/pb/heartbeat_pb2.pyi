@@ -136,6 +136,7 @@ class Progress(_message.Message):
     num_steps: _builtins.int
     runnable: _builtins.bool
     since_last_step_s: _builtins.float
+    """or, where that is less, since idleness ended"""
     def __init__(
         self,
         *,
